@@ -1,0 +1,170 @@
+"""From a checked call to XLA: static facts, folding under vmap, refusal of gradients, operands.
+
+One target serves every configuration of a phase on a CPU: the static arguments travel as an int32
+operand that the host can read. They are data and not an index into some table, so a compiled
+program stays right in another process.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import torch_core
+from torch_core import dispatch
+from torch_core.problem import (
+    DESCRIBE,
+    AttentionInputs,
+    AttentionProblem,
+    pack_options,
+    unpack_options,
+)
+
+from . import _device, _ffi
+
+SCALES = ("sm_scale", "q_scale", "k_scale", "v_scale")
+
+
+def require_jax(**arrays: Any) -> None:
+    """Every array must be JAX's or NumPy's; anything else is left to the checks."""
+    for name, array in arrays.items():
+        if hasattr(array, "shape") and not isinstance(array, jax.Array | np.ndarray | np.generic):
+            kind = f"{type(array).__module__}.{type(array).__name__}"
+            raise TypeError(
+                f"{name} must be a jax.Array, got {kind} (jaxattn.to_jax takes torch tensors)"
+            )
+
+
+def inference_only(name: str, function: Callable) -> Callable:
+    """`function` with a gradient rule that refuses by name."""
+    function = jax.custom_jvp(function)
+
+    @function.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            f"jaxattn.{name} is for inference and has no gradient: stop it with jax.lax.stop_gradient "
+            "on the arguments, or train with another attention"
+        )
+
+    return function
+
+
+def refuse_vmap(name: str, function: Callable, way_out: str) -> Callable:
+    """`function` with a batching rule that refuses by name."""
+    function = jax.custom_batching.custom_vmap(function)
+
+    @function.def_vmap
+    def _(axis_size, in_batched, *args):
+        raise NotImplementedError(f"jaxattn.{name} does not take vmap: {way_out}")
+
+    return function
+
+
+def attend(
+    phase: str, inputs: AttentionInputs, *, backend: str, plan: Any = None, **options: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Runs a decode or prefill call; `options` are its static arguments."""
+    require_jax(**inputs._asdict())
+    problem, inputs = DESCRIBE[phase](inputs, **options)
+    kernel = dispatch.choose(problem, _device.environment(), backend)
+    if plan is not None:
+        raise ValueError(f"plan must be None: kernel {kernel.name!r} needs no plan")
+    scales = stack_scales(*(getattr(inputs, name) for name in SCALES))
+    arrays = inputs._replace(**dict.fromkeys(SCALES))
+    results = _attend(problem, kernel.name, arrays, scales)
+    return results if problem.return_lse else results[0]
+
+
+def stack_scales(*scales: Any) -> Any:
+    """Numbers and 0-d arrays as one float32 array; a constant where all are numbers."""
+    if all(isinstance(scale, float) for scale in scales):
+        return np.array(scales, np.float32)
+    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: jax.Array):
+    call = functools.partial(_call, problem, backend)
+    if problem.phase == "decode":
+        call = _folding(call, problem, backend)
+    else:
+        call = refuse_vmap("prefill", call, "pack the requests into one call with cu_seqlens_q")
+    return inference_only(problem.phase, call)(arrays, scales)
+
+
+def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callable:
+    """`call` with a batching rule that makes one larger batch of all."""
+    call = jax.custom_batching.custom_vmap(call)
+
+    @call.def_vmap
+    def _(size, batched, arrays, scales):
+        arrays_batched, scales_batched = batched
+        if scales_batched or arrays_batched.sinks:
+            raise NotImplementedError(
+                "jaxattn.decode under vmap takes sinks and scales that are the same for every "
+                "element: call it once for each instead, for example with jax.lax.map"
+            )
+
+        def merged(name: str) -> jax.Array | None:
+            array = getattr(arrays, name)
+            if array is None:
+                return None
+            if not getattr(arrays_batched, name):
+                array = jnp.broadcast_to(array, (size, *array.shape))
+            return array.reshape(size * array.shape[1], *array.shape[2:])
+
+        names = ["query", "page_table", "seq_lens", "draft_mask"]
+        num_pages = problem.num_pages
+        if arrays_batched.key_cache or arrays_batched.value_cache:
+            names += ["key_cache", "value_cache"]
+        folded = arrays._replace(**{name: merged(name) for name in names})
+        if "key_cache" in names:
+            first_page = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * num_pages, problem.batch)
+            folded = folded._replace(page_table=folded.page_table + first_page[:, None])
+            num_pages *= size
+        larger = dataclasses.replace(
+            problem,
+            batch=size * problem.batch,
+            num_rows=size * problem.num_rows,
+            num_pages=num_pages,
+        )
+        results = _attend(larger, backend, folded, scales)
+        rows = (size, problem.num_rows)
+        return tuple(r.reshape(*rows, *r.shape[1:]) for r in results), (True,) * len(results)
+
+    return call
+
+
+def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: jax.Array):
+    """The custom call of one kernel."""
+    names = [name for name, array in arrays._asdict().items() if array is not None]
+    integers, soft_cap = pack_options(static_options(problem))
+    operands = [np.array(integers, np.int32), np.array([soft_cap], np.float32), scales]
+    operands += [getattr(arrays, name) for name in names]
+    results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
+    if problem.return_lse:
+        results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
+    target = f"jaxattn.{problem.phase}.{backend}({','.join(names)})->{len(results)}"
+    function = functools.partial(_run, problem.phase, backend, names)
+    return tuple(_ffi.call(target, function, operands, results))
+
+
+def static_options(problem: AttentionProblem) -> dict[str, Any]:
+    """The keyword arguments that `problem` was described with."""
+    names = ["kv_layout", "window_left", "soft_cap", "return_lse", "batch_invariant"]
+    names += ["q_len"] if problem.phase == "decode" else ["max_seqlen_q", "causal"]
+    return {name: getattr(problem, name) for name in names}
+
+
+def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
+    """The other side of `_call`, on torch tensors."""
+    integers, soft_cap, scales, *rest = tensors
+    arrays, results = rest[: len(names)], rest[len(names) :]
+    inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales.tolist(), strict=True))
+    options = unpack_options(phase, integers.tolist(), soft_cap.item())
+    out = tuple(results) if options["return_lse"] else results[0]
+    getattr(torch_core, phase)(**inputs, **options, backend=backend, out=out)

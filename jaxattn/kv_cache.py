@@ -1,0 +1,139 @@
+"""Writing the paged cache, and joining attentions over parts of it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32, Int32, Shaped
+
+import torch_core
+from torch_core import checks
+from torch_core.problem import AppendProblem, describe_append, describe_merge
+
+from . import _ffi, _launch
+from .decode import Scale
+
+
+def append_kv(
+    key: Float[Array, "tokens num_kv_heads head_dim"],
+    value: Float[Array, "tokens num_kv_heads head_dim"],
+    key_cache: Shaped[Array, "num_pages _ _ head_dim"],
+    value_cache: Shaped[Array, "num_pages _ _ head_dim"],
+    page_table: Int32[Array, "batch pages_per_seq"] | None = None,
+    *,
+    positions: Int32[Array, " tokens"] | None = None,
+    request_ids: Int32[Array, " tokens"] | None = None,
+    slots: Int32[Array, " tokens"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: str = "NHD",
+) -> tuple[Array, Array]:
+    """Writes new tokens and returns the new caches.
+
+    Pure: the caches that were passed keep their values. Donate them to the surrounding jit
+    (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused.
+
+    Args:
+        key, value: [tokens, num_kv_heads, head_dim]; bfloat16, float16 or float32. An fp8 cache
+            stores key / k_scale and value / v_scale, saturated; other caches the rows as they are
+            where the scale is not given.
+        key_cache, value_cache: as in `decode`.
+        page_table: int32 [batch, pages_per_seq], with `positions`.
+        positions: int32 [tokens], place of each token in its request; a negative one is skipped.
+        request_ids: int32 [tokens], request of each row; by default row i is request i.
+        slots: int32 [tokens], page * page_size + offset, instead of the three above; -1 is skipped.
+        k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
+        NotImplementedError: vmap or a gradient is asked for.
+        jax.errors.JaxRuntimeError: on a CPU, at run time, a place that does not exist.
+
+    Caller's contract: no two rows have the same place, and every place exists.
+    """
+    places = dict(page_table=page_table, positions=positions, request_ids=request_ids, slots=slots)
+    arrays = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    _launch.require_jax(**arrays, **places, k_scale=k_scale, v_scale=v_scale)
+    problem = describe_append(*arrays.values(), **places, kv_layout=kv_layout)
+    scales = _launch.stack_scales(
+        checks.scale("k_scale", 1.0 if k_scale is None else k_scale),
+        checks.scale("v_scale", 1.0 if v_scale is None else v_scale),
+    )
+    return _append(problem, arrays, places, scales)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _append(problem: AppendProblem, arrays: dict, places: dict, scales: Array):
+    call = functools.partial(_append_call, problem)
+    call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
+    return _launch.inference_only("append_kv", call)(arrays, places, scales)
+
+
+def _append_call(problem: AppendProblem, arrays: dict, places: dict, scales: Array):
+    named = arrays | {name: array for name, array in places.items() if array is not None}
+    caches = ("key_cache", "value_cache")
+    results = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in caches]
+    target = f"jaxattn.append_kv({','.join(named)},{problem.kv_layout})"
+    function = functools.partial(_run, problem.kv_layout, list(named))
+    aliases = {1 + list(named).index(name): result for result, name in enumerate(caches)}
+    return tuple(_ffi.call(target, function, [scales, *named.values()], results, aliases=aliases))
+
+
+def _run(kv_layout: str, names: list[str], scales: Any, *tensors: Any) -> None:
+    """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
+    *arrays, key_cache, value_cache = tensors
+    named = dict(zip(names, arrays, strict=True)) | dict(
+        key_cache=key_cache, value_cache=value_cache
+    )
+    k_scale, v_scale = scales.tolist()
+    torch_core.append_kv(**named, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout)
+
+
+def merge_states(
+    out_a: Float[Array, "rows num_qo_heads head_dim"],
+    lse_a: Float32[Array, "rows num_qo_heads"],
+    out_b: Float[Array, "rows num_qo_heads head_dim"],
+    lse_b: Float32[Array, "rows num_qo_heads"],
+) -> tuple[Array, Array]:
+    """Joins two attentions of the same rows over disjoint keys.
+
+    out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), computed in float32.
+    Give sinks to one of the parts only: its lse then carries them. Plain jnp, so XLA fuses it with
+    its neighbours, and vmap works; a gradient is refused like everywhere.
+
+    Args:
+        out_a, out_b: [rows, num_qo_heads, head_dim], of one dtype.
+        lse_a, lse_b: float32 [rows, num_qo_heads], natural log; -inf is a part without keys, whose
+            output may hold anything.
+
+    Returns:
+        out in the dtype of out_a, and lse float32.
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape or dtype, while tracing.
+
+    Source: Ye et al., "FlashInfer" (2025), section 2.2, attention states.
+    """
+    _launch.require_jax(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    describe_merge(out_a, lse_a, out_b, lse_b)
+    return _merge(out_a, lse_a, out_b, lse_b)
+
+
+@jax.jit
+def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    def merge(out_a, lse_a, out_b, lse_b):
+        top = jnp.maximum(lse_a, lse_b)
+        shift = jnp.where(top == -jnp.inf, 0, top)
+        weights = [jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)]
+        total = weights[0] + weights[1]
+        merged = jnp.zeros(out_a.shape, jnp.float32)
+        for out, weight in zip((out_a, out_b), weights, strict=True):
+            share = (weight / jnp.where(total == 0, 1, total))[..., None]
+            # A part that saw no key weighs 0, whatever its output holds.
+            merged += jnp.where(share == 0, 0, out.astype(jnp.float32) * share)
+        return merged.astype(out_a.dtype), jnp.log(total) + shift
+
+    return _launch.inference_only("merge_states", merge)(out_a, lse_a, out_b, lse_b)

@@ -1,0 +1,157 @@
+"""Writing the paged cache, and joining attentions over parts of it."""
+
+import torch
+from jaxtyping import Float, Float32, Int32, Shaped
+from torch import Tensor
+
+from . import checks, launch, reference
+from .decode import Scale
+from .problem import describe_append, describe_merge
+
+
+def append_kv(
+    key: Float[Tensor, "tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "tokens num_kv_heads head_dim"],
+    key_cache: Shaped[Tensor, "num_pages _ _ head_dim"],
+    value_cache: Shaped[Tensor, "num_pages _ _ head_dim"],
+    page_table: Int32[Tensor, "batch pages_per_seq"] | None = None,
+    *,
+    positions: Int32[Tensor, " tokens"] | None = None,
+    request_ids: Int32[Tensor, " tokens"] | None = None,
+    slots: Int32[Tensor, " tokens"] | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: str = "NHD",
+) -> tuple[Tensor, Tensor]:
+    """Writes new tokens into the caches, in place, and returns the caches.
+
+    Args:
+        key, value: [tokens, num_kv_heads, head_dim]; bfloat16, float16 or float32. An fp8 cache
+            stores key / k_scale and value / v_scale, saturated; other caches the rows as they are
+            where the scale is not given.
+        key_cache, value_cache: as in `decode`; they must not share memory.
+        page_table: int32 [batch, pages_per_seq], with `positions`.
+        positions: int32 [tokens], place of each token in its request; a negative one is skipped.
+        request_ids: int32 [tokens], request of each row; by default row i is request i.
+        slots: int32 [tokens], page * page_size + offset, instead of the three above; -1 is skipped.
+        k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
+        kv_layout: "NHD" or "HND".
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape, value or dtype.
+
+    Caller's contract: no two rows have the same place, and every place exists. The CPU checks the
+    second.
+    """
+    problem = describe_append(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        page_table,
+        positions=positions,
+        request_ids=request_ids,
+        slots=slots,
+        kv_layout=kv_layout,
+    )
+    k_scale = checks.scale("k_scale", 1.0 if k_scale is None else k_scale)
+    v_scale = checks.scale("v_scale", 1.0 if v_scale is None else v_scale)
+    arrays = dict(
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        page_table=page_table,
+        positions=positions,
+        request_ids=request_ids,
+        slots=slots,
+    )
+    launch.require_same_device(**arrays)
+    launch.require_no_grad("append_kv", key, value, key_cache, value_cache)
+    if torch.compiler.is_compiling():
+        _append_op(*arrays.values(), *_split(k_scale), *_split(v_scale), kv_layout)
+    else:
+        if key_cache.numel() and key_cache.data_ptr() == value_cache.data_ptr():
+            raise ValueError("value_cache must not share its memory with key_cache")
+        with torch.no_grad():
+            reference.append(problem, **arrays, k_scale=k_scale, v_scale=v_scale)
+    return key_cache, value_cache
+
+
+def _split(scale: Scale) -> tuple[float, Tensor | None]:
+    return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
+
+
+@torch.library.custom_op("torch_core::append_kv", mutates_args=("key_cache", "value_cache"))
+def _append_op(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor | None,
+    positions: Tensor | None,
+    request_ids: Tensor | None,
+    slots: Tensor | None,
+    k_scale: float,
+    k_scale_array: Tensor | None,
+    v_scale: float,
+    v_scale_array: Tensor | None,
+    kv_layout: str,
+) -> None:
+    append_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        page_table,
+        positions=positions,
+        request_ids=request_ids,
+        slots=slots,
+        k_scale=k_scale if k_scale_array is None else k_scale_array,
+        v_scale=v_scale if v_scale_array is None else v_scale_array,
+        kv_layout=kv_layout,
+    )
+
+
+def merge_states(
+    out_a: Float[Tensor, "rows num_qo_heads head_dim"],
+    lse_a: Float32[Tensor, "rows num_qo_heads"],
+    out_b: Float[Tensor, "rows num_qo_heads head_dim"],
+    lse_b: Float32[Tensor, "rows num_qo_heads"],
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Joins two attentions of the same rows over disjoint keys.
+
+    out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), computed in float32.
+    Give sinks to one of the parts only: its lse then carries them.
+
+    Args:
+        out_a, out_b: [rows, num_qo_heads, head_dim], of one dtype.
+        lse_a, lse_b: float32 [rows, num_qo_heads], natural log; -inf is a part without keys, whose
+            output may hold anything.
+        out: (out, lse) tensors to write the result to.
+
+    Returns:
+        out in the dtype of out_a, and lse float32.
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape or dtype.
+
+    Source: Ye et al., "FlashInfer" (2025), section 2.2, attention states.
+    """
+    describe_merge(out_a, lse_a, out_b, lse_b)
+    launch.require_same_device(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    launch.require_no_grad("merge_states", out_a, lse_a, out_b, lse_b)
+    if out is not None:
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            raise ValueError("out must be (out, lse)")
+        launch.require_out("out", out[0], out_a.shape, out_a.dtype, out_a.device)
+        launch.require_out("lse", out[1], lse_a.shape, lse_a.dtype, lse_a.device)
+    with torch.no_grad():
+        merged = reference.merge(out_a, lse_a, out_b, lse_b)
+        if out is None:
+            return merged
+        for target, result in zip(out, merged, strict=True):
+            target.copy_(result)
+    return tuple(out)

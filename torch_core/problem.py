@@ -1,0 +1,293 @@
+"""Frozen, hashable descriptions of a call, built from checked arguments. Imports neither torch nor
+jax: both front ends describe their calls with the same functions."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from . import checks
+from .checks import dtype_name
+
+
+class AttentionInputs(NamedTuple):
+    """The arrays and numbers of one checked call, in the order kernels take them."""
+
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    page_table: Any
+    seq_lens: Any
+    cu_seqlens_q: Any = None
+    sinks: Any = None
+    draft_mask: Any = None
+    sm_scale: Any = None
+    q_scale: Any = 1.0
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """What decode and prefill calls have in common."""
+
+    query_dtype: str
+    kv_dtype: str
+    batch: int
+    num_rows: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    pages_per_seq: int
+    kv_layout: str = "NHD"
+    window_left: int = -1
+    soft_cap: float | None = None
+    sinks: bool = False
+    return_lse: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return (self.num_rows, self.num_qo_heads, self.head_dim)
+
+    @property
+    def out_dtype(self) -> str:
+        """The query's dtype; an e4m3 query gives bfloat16."""
+        return "bfloat16" if self.query_dtype in checks.FP8 else self.query_dtype
+
+    @property
+    def lse_shape(self) -> tuple[int, int]:
+        return (self.num_rows, self.num_qo_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeProblem(AttentionProblem):
+    """A decode call: `q_len` query rows for each request."""
+
+    q_len: int = 1
+    draft_mask: str | None = None  # None (causal), "bool" or "packed"
+
+    phase = "decode"
+
+    @property
+    def causal(self) -> bool:
+        return self.draft_mask is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillProblem(AttentionProblem):
+    """A prefill call: ragged query rows, packed by cu_seqlens_q."""
+
+    max_seqlen_q: int
+    causal: bool = True
+
+    phase = "prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendProblem:
+    """An append_kv call; rows are addressed by `slots` or by positions and requests."""
+
+    kv_dtype: str
+    num_tokens: int
+    page_size: int
+    kv_layout: str
+    by_slot: bool
+
+
+def _describe_attention(
+    inputs: AttentionInputs,
+    shapes: checks.Shapes,
+    *,
+    kv_layout: str = "NHD",
+    window_left: int = -1,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[dict[str, Any], AttentionInputs]:
+    """The fields that both phases share, and the inputs with their numbers filled in."""
+    query_axes = ("num_rows", "num_qo_heads", "head_dim")
+    shapes.check("query", inputs.query, checks.QUERY_DTYPES, query_axes)
+    checks.cache_shapes(shapes, inputs.key_cache, inputs.value_cache, kv_layout)
+    shapes.check("page_table", inputs.page_table, ("int32",), ("batch", "pages_per_seq"))
+    shapes.check("seq_lens", inputs.seq_lens, ("int32",), ("batch",))
+    if inputs.sinks is not None:
+        shapes.check("sinks", inputs.sinks, ("float32",), ("num_qo_heads",))
+    query_dtype, kv_dtype = dtype_name(inputs.query), dtype_name(inputs.key_cache)
+    _check_dtype_pair(query_dtype, kv_dtype)
+    heads, kv_heads = shapes["num_qo_heads"], shapes["num_kv_heads"]
+    if heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query must have a positive multiple of num_kv_heads = {kv_heads} heads, got {heads}"
+        )
+    if soft_cap is not None and not isinstance(
+        soft_cap := checks.scale("soft_cap", soft_cap), float
+    ):
+        raise TypeError("soft_cap must be a Python number or None, got an array")
+    sm_scale = shapes["head_dim"] ** -0.5 if inputs.sm_scale is None else inputs.sm_scale
+    scales = {
+        name: checks.scale(name, 1.0 if value is None else value)
+        for name in ("q_scale", "k_scale", "v_scale")
+        for value in [getattr(inputs, name)]
+    }
+    inputs = inputs._replace(sm_scale=checks.scale("sm_scale", sm_scale, positive=False), **scales)
+    fields = dict(
+        query_dtype=query_dtype,
+        kv_dtype=kv_dtype,
+        **{axis: shapes[axis] for axis in (*query_axes, "batch", "num_kv_heads", "num_pages")},
+        page_size=shapes["page_size"],
+        pages_per_seq=shapes["pages_per_seq"],
+        kv_layout=kv_layout,
+        window_left=checks.integer("window_left", window_left, -1),
+        soft_cap=soft_cap,
+        sinks=inputs.sinks is not None,
+        return_lse=checks.flag("return_lse", return_lse),
+        batch_invariant=checks.flag("batch_invariant", batch_invariant),
+    )
+    return fields, inputs
+
+
+def _check_dtype_pair(query_dtype: str, kv_dtype: str) -> None:
+    if query_dtype in checks.FP8 and kv_dtype != query_dtype:
+        raise TypeError(f"query of {query_dtype} needs a cache of {query_dtype}, got {kv_dtype}")
+    if kv_dtype not in checks.FP8 and kv_dtype != query_dtype:
+        raise TypeError(
+            f"key_cache must have the query's dtype {query_dtype} or be {' or '.join(checks.FP8)}, "
+            f"got {kv_dtype}"
+        )
+
+
+def describe_decode(
+    inputs: AttentionInputs, *, q_len: int = 1, **options: Any
+) -> tuple[DecodeProblem, AttentionInputs]:
+    """Checks a decode call; returns its problem and its inputs with defaults filled in."""
+    q_len = checks.integer("q_len", q_len, 1)
+    shapes = checks.Shapes()
+    fields, inputs = _describe_attention(inputs, shapes, **options)
+    if shapes["num_rows"] != shapes["batch"] * q_len:
+        raise ValueError(
+            f"query must have batch * q_len = {shapes['batch']} * {q_len} rows, "
+            f"got {shapes['num_rows']}"
+        )
+    mask = inputs.draft_mask
+    kind = None
+    if mask is not None:
+        kind = "packed" if hasattr(mask, "dtype") and dtype_name(mask) == "uint16" else "bool"
+        last = q_len if kind == "bool" else 2 * math.ceil(q_len / 32)
+        dtypes = ("bool", "uint16") if kind == "bool" else ("uint16",)
+        shapes.check("draft_mask", mask, dtypes, ("batch", q_len, last))
+    return DecodeProblem(**fields, q_len=q_len, draft_mask=kind), inputs
+
+
+def describe_prefill(
+    inputs: AttentionInputs, *, max_seqlen_q: int, causal: bool = True, **options: Any
+) -> tuple[PrefillProblem, AttentionInputs]:
+    """Checks a prefill call; returns its problem and its inputs with defaults filled in."""
+    shapes = checks.Shapes()
+    fields, inputs = _describe_attention(inputs, shapes, **options)
+    shapes.check("cu_seqlens_q", inputs.cu_seqlens_q, ("int32",), (shapes["batch"] + 1,))
+    max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
+    causal = checks.flag("causal", causal)
+    return PrefillProblem(**fields, max_seqlen_q=max_seqlen_q, causal=causal), inputs
+
+
+DESCRIBE: dict[str, Callable[..., tuple[Any, AttentionInputs]]] = {
+    "decode": describe_decode,
+    "prefill": describe_prefill,
+}
+
+
+def pack_options(options: dict[str, Any]) -> tuple[list[int], float]:
+    """The static arguments of a decode or prefill call as integers and the soft cap (0: none): the
+    form that crosses torch.compile and the bridge to JAX without a name for each configuration."""
+    decode = "q_len" in options
+    integers = [
+        options["q_len"] if decode else options["max_seqlen_q"],
+        decode or options["causal"],
+        checks.KV_LAYOUTS.index(options["kv_layout"]),
+        options["window_left"],
+        options["return_lse"],
+        options["batch_invariant"],
+    ]
+    return [int(value) for value in integers], options["soft_cap"] or 0.0
+
+
+def unpack_options(phase: str, integers: Sequence[int], soft_cap: float) -> dict[str, Any]:
+    """Undoes `pack_options`."""
+    max_rows, causal, kv_layout, window_left, return_lse, batch_invariant = integers
+    rows = (
+        dict(q_len=max_rows)
+        if phase == "decode"
+        else dict(max_seqlen_q=max_rows, causal=bool(causal))
+    )
+    return dict(
+        **rows,
+        kv_layout=checks.KV_LAYOUTS[kv_layout],
+        window_left=window_left,
+        soft_cap=soft_cap or None,
+        return_lse=bool(return_lse),
+        batch_invariant=bool(batch_invariant),
+    )
+
+
+def describe_append(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    page_table: Any,
+    *,
+    positions: Any,
+    request_ids: Any,
+    slots: Any,
+    kv_layout: str,
+) -> AppendProblem:
+    """Checks the arrays of an append_kv call."""
+    shapes = checks.Shapes()
+    checks.cache_shapes(shapes, key_cache, value_cache, kv_layout)
+    axes = ("tokens", "num_kv_heads", "head_dim")
+    shapes.check("key", key, (*checks.HALF, "float32"), axes)
+    shapes.check("value", value, (dtype_name(key),), axes)
+    kv_dtype = dtype_name(key_cache)
+    if kv_dtype not in (*checks.FP8, dtype_name(key)):
+        raise TypeError(f"key must have the cache's dtype {kv_dtype}, got {dtype_name(key)}")
+    by_slot = slots is not None
+    if by_slot:
+        if page_table is not None or positions is not None or request_ids is not None:
+            raise ValueError("slots must come without page_table, positions and request_ids")
+        shapes.check("slots", slots, ("int32",), ("tokens",))
+    else:
+        if page_table is None or positions is None:
+            raise ValueError("positions and page_table must be given, or slots instead of both")
+        shapes.check("page_table", page_table, ("int32",), ("batch", "pages_per_seq"))
+        shapes.check("positions", positions, ("int32",), ("tokens",))
+        if request_ids is not None:
+            shapes.check("request_ids", request_ids, ("int32",), ("tokens",))
+        elif shapes["tokens"] > shapes["batch"]:
+            raise ValueError(
+                f"request_ids must be given for more tokens ({shapes['tokens']}) than requests "
+                f"({shapes['batch']}): by default row i belongs to request i"
+            )
+    return AppendProblem(
+        kv_dtype=kv_dtype,
+        num_tokens=shapes["tokens"],
+        page_size=shapes["page_size"],
+        kv_layout=kv_layout,
+        by_slot=by_slot,
+    )
+
+
+def describe_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
+    """Checks the arrays of a merge_states call."""
+    shapes = checks.Shapes()
+    axes = ("rows", "num_qo_heads", "head_dim")
+    shapes.check("out_a", out_a, (*checks.HALF, "float32"), axes)
+    shapes.check("lse_a", lse_a, ("float32",), axes[:2])
+    shapes.check("out_b", out_b, (dtype_name(out_a),), axes)
+    shapes.check("lse_b", lse_b, ("float32",), axes[:2])
