@@ -39,7 +39,15 @@ def call(
         aliases: operand index -> result index that shares its buffer.
     """
     _register(name, function)
-    return jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*operands)
+    values = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*operands)
+    # Inside shard_map a result varies over every mesh axis that an operand varies over.
+    axes = tuple(set().union(*map(_varying_axes, operands)))
+    return [jax.lax.pcast(value, axes, to="varying") for value in values] if axes else values
+
+
+def _varying_axes(operand: jax.Array) -> frozenset[str]:
+    kind = jax.typeof(operand)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 def _register(name: str, function: Callable[..., None]) -> None:
@@ -48,8 +56,8 @@ def _register(name: str, function: Callable[..., None]) -> None:
             return
         if jax_tvm_ffi.registered_count() >= MAX_TARGETS:
             raise RuntimeError(
-                f"jaxattn cannot register {name!r}: the process has used all {MAX_TARGETS} entries of "
-                "jax-tvm-ffi's handler table"
+                f"jaxattn cannot register {name!r}: the process has used all {MAX_TARGETS} entries "
+                "of jax-tvm-ffi's handler table"
             )
 
         def callback(*buffers: tvm_ffi.Tensor) -> None:

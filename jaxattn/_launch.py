@@ -46,8 +46,8 @@ def inference_only(name: str, function: Callable) -> Callable:
     @function.defjvp
     def _(primals, tangents):
         raise NotImplementedError(
-            f"jaxattn.{name} is for inference and has no gradient: stop it with jax.lax.stop_gradient "
-            "on the arguments, or train with another attention"
+            f"jaxattn.{name} is for inference and has no gradient: pass its arguments through "
+            "jax.lax.stop_gradient, or train with another attention"
         )
 
     return function

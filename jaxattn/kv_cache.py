@@ -9,8 +9,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int32, Shaped
 
 import torch_core
-from torch_core import checks
-from torch_core.problem import AppendProblem, describe_append, describe_merge
+from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
 from . import _ffi, _launch
 from .decode import Scale
@@ -54,42 +53,52 @@ def append_kv(
 
     Caller's contract: no two rows have the same place, and every place exists.
     """
-    places = dict(page_table=page_table, positions=positions, request_ids=request_ids, slots=slots)
-    arrays = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    _launch.require_jax(**arrays, **places, k_scale=k_scale, v_scale=v_scale)
-    problem = describe_append(*arrays.values(), **places, kv_layout=kv_layout)
-    scales = _launch.stack_scales(
-        checks.scale("k_scale", 1.0 if k_scale is None else k_scale),
-        checks.scale("v_scale", 1.0 if v_scale is None else v_scale),
+    inputs = AppendInputs(
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        page_table=page_table,
+        positions=positions,
+        request_ids=request_ids,
+        slots=slots,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-    return _append(problem, arrays, places, scales)
+    _launch.require_jax(**inputs._asdict())
+    problem, inputs = describe_append(inputs, kv_layout=kv_layout)
+    scales = _launch.stack_scales(inputs.k_scale, inputs.v_scale)
+    return _append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _append(problem: AppendProblem, arrays: dict, places: dict, scales: Array):
+def _append(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple[Array, Array]:
     call = functools.partial(_append_call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
-    return _launch.inference_only("append_kv", call)(arrays, places, scales)
+    return _launch.inference_only("append_kv", call)(arrays, scales)
 
 
-def _append_call(problem: AppendProblem, arrays: dict, places: dict, scales: Array):
-    named = arrays | {name: array for name, array in places.items() if array is not None}
-    caches = ("key_cache", "value_cache")
-    results = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in caches]
-    target = f"jaxattn.append_kv({','.join(named)},{problem.kv_layout})"
-    function = functools.partial(_run, problem.kv_layout, list(named))
-    aliases = {1 + list(named).index(name): result for result, name in enumerate(caches)}
-    return tuple(_ffi.call(target, function, [scales, *named.values()], results, aliases=aliases))
-
-
-def _run(kv_layout: str, names: list[str], scales: Any, *tensors: Any) -> None:
-    """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
-    *arrays, key_cache, value_cache = tensors
-    named = dict(zip(names, arrays, strict=True)) | dict(
-        key_cache=key_cache, value_cache=value_cache
+def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple:
+    names = [name for name, array in arrays._asdict().items() if array is not None]
+    caches = (arrays.key_cache, arrays.value_cache)
+    return tuple(
+        _ffi.call(
+            f"jaxattn.append_kv({','.join(names)},{problem.kv_layout})",
+            functools.partial(_run, problem.kv_layout, names),
+            [*(getattr(arrays, name) for name in names), scales],
+            [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
+            aliases={names.index("key_cache"): 0, names.index("value_cache"): 1},
+        )
     )
+
+
+def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
+    """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
+    *arrays, scales, key_cache, value_cache = tensors
+    inputs = dict(zip(names, arrays, strict=True))
+    inputs.update(key_cache=key_cache, value_cache=value_cache)
     k_scale, v_scale = scales.tolist()
-    torch_core.append_kv(**named, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout)
+    torch_core.append_kv(**inputs, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout)
 
 
 def merge_states(

@@ -51,7 +51,7 @@ def prefill(
         query: [total_q, num_qo_heads, head_dim]; rows past cu_seqlens_q[-1] are padding, output 0.
         key_cache, value_cache, page_table: as in `decode`.
         seq_lens: int32 [batch], cached tokens of each request, the new ones included.
-        cu_seqlens_q: int32 [batch + 1], prefix sums of the query lengths, from 0; a length may be 0.
+        cu_seqlens_q: int32 [batch + 1], prefix sums of the query lengths; a length may be 0.
         max_seqlen_q: upper bound on the query lengths, a Python int.
         causal: rows see keys up to their own position; False: every key of their request.
         sm_scale, window_left, soft_cap, sinks, q_scale, k_scale, v_scale, kv_layout, return_lse,

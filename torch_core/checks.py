@@ -29,7 +29,7 @@ class Shapes:
         return self.sizes[axis]
 
     def check(self, name: str, array: Any, dtypes: tuple[str, ...], axes: tuple) -> None:
-        """`axes` holds axis names and fixed sizes. TypeError on kind or dtype, ValueError on shape."""
+        """`axes`: axis names and fixed sizes. TypeError on kind or dtype, ValueError on shape."""
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise TypeError(f"{name} must be an array, got {type(array).__name__}")
         if dtype_name(array) not in dtypes or len(array.shape) != len(axes):

@@ -48,7 +48,8 @@ def decode(
         page_table: int32 [batch, pages_per_seq]. Entries past ceil(seq_len / page_size) may hold
             anything.
         seq_lens: int32 [batch], cached tokens of each request, the q_len new ones included.
-        sm_scale: multiplies query . key; default head_dim ** -0.5. Scales are numbers or 0-d arrays.
+        sm_scale: multiplies query . key; default head_dim ** -0.5. Scales are numbers or 0-d
+            arrays.
         window_left: each row sees the window_left keys before its position and its own; -1 is off.
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None is off.
         sinks: float32 [num_qo_heads], an extra score per head in the softmax denominator.

@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from . import checks, launch, reference
+from . import launch, reference
 from .decode import Scale
-from .problem import describe_append, describe_merge
+from .problem import AppendInputs, describe_append, describe_merge
 
 
 def append_kv(
@@ -43,20 +43,7 @@ def append_kv(
     Caller's contract: no two rows have the same place, and every place exists. The CPU checks the
     second.
     """
-    problem = describe_append(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        page_table,
-        positions=positions,
-        request_ids=request_ids,
-        slots=slots,
-        kv_layout=kv_layout,
-    )
-    k_scale = checks.scale("k_scale", 1.0 if k_scale is None else k_scale)
-    v_scale = checks.scale("v_scale", 1.0 if v_scale is None else v_scale)
-    arrays = dict(
+    inputs = AppendInputs(
         key=key,
         value=value,
         key_cache=key_cache,
@@ -65,20 +52,24 @@ def append_kv(
         positions=positions,
         request_ids=request_ids,
         slots=slots,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
-    launch.require_same_device(**arrays)
+    problem, inputs = describe_append(inputs, kv_layout=kv_layout)
+    launch.require_same_device(**inputs._asdict())
     launch.require_no_grad("append_kv", key, value, key_cache, value_cache)
     if torch.compiler.is_compiling():
-        _append_op(*arrays.values(), *_split(k_scale), *_split(v_scale), kv_layout)
+        *arrays, k_scale, v_scale = inputs
+        _append_op(*arrays, *_split(k_scale), *_split(v_scale), kv_layout)
     else:
         if key_cache.numel() and key_cache.data_ptr() == value_cache.data_ptr():
             raise ValueError("value_cache must not share its memory with key_cache")
         with torch.no_grad():
-            reference.append(problem, **arrays, k_scale=k_scale, v_scale=v_scale)
+            reference.append(problem, inputs)
     return key_cache, value_cache
 
 
-def _split(scale: Scale) -> tuple[float, Tensor | None]:
+def _split(scale: float | Tensor) -> tuple[float, Tensor | None]:
     return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
@@ -154,4 +145,4 @@ def merge_states(
             return merged
         for target, result in zip(out, merged, strict=True):
             target.copy_(result)
-    return tuple(out)
+    return out[0], out[1]

@@ -1,4 +1,4 @@
-"""From a described call to its kernel: choose, allocate, run. Also the form that torch.compile takes."""
+"""From a described call to its kernel: choose, allocate, run; and the form torch.compile takes."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def _outputs(
     problem: AttentionProblem, device: torch.device, out: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors to write: the caller's, checked, or new ones."""
-    wanted = [("out", problem.out_shape, getattr(torch, problem.out_dtype))]
+    wanted: list[tuple] = [("out", problem.out_shape, getattr(torch, problem.out_dtype))]
     if problem.return_lse:
         wanted.append(("lse", problem.lse_shape, torch.float32))
     if out is None:
@@ -65,8 +65,8 @@ def require_out(
     if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, device):
         error = TypeError if tensor.dtype != dtype else ValueError
         raise error(
-            f"out: {name} must be {str(dtype).removeprefix('torch.')} {list(shape)} on {device}, got "
-            f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+            f"out: {name} must be {dtype} {list(shape)} on {device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         )
 
 

@@ -27,6 +27,21 @@ class AttentionInputs(NamedTuple):
     v_scale: Any = 1.0
 
 
+class AppendInputs(NamedTuple):
+    """The arrays and numbers of one checked append_kv call."""
+
+    key: Any
+    value: Any
+    key_cache: Any
+    value_cache: Any
+    page_table: Any = None
+    positions: Any = None
+    request_ids: Any = None
+    slots: Any = None
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """What decode and prefill calls have in common."""
@@ -90,15 +105,12 @@ class PrefillProblem(AttentionProblem):
     phase = "prefill"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AppendProblem:
-    """An append_kv call; rows are addressed by `slots` or by positions and requests."""
+    """An append_kv call."""
 
-    kv_dtype: str
-    num_tokens: int
     page_size: int
     kv_layout: str
-    by_slot: bool
 
 
 def _describe_attention(
@@ -131,12 +143,8 @@ def _describe_attention(
     ):
         raise TypeError("soft_cap must be a Python number or None, got an array")
     sm_scale = shapes["head_dim"] ** -0.5 if inputs.sm_scale is None else inputs.sm_scale
-    scales = {
-        name: checks.scale(name, 1.0 if value is None else value)
-        for name in ("q_scale", "k_scale", "v_scale")
-        for value in [getattr(inputs, name)]
-    }
-    inputs = inputs._replace(sm_scale=checks.scale("sm_scale", sm_scale, positive=False), **scales)
+    inputs = inputs._replace(sm_scale=checks.scale("sm_scale", sm_scale, positive=False))
+    inputs = _with_scales(inputs, "q_scale", "k_scale", "v_scale")
     fields = dict(
         query_dtype=query_dtype,
         kv_dtype=kv_dtype,
@@ -236,50 +244,41 @@ def unpack_options(phase: str, integers: Sequence[int], soft_cap: float) -> dict
     )
 
 
-def describe_append(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    page_table: Any,
-    *,
-    positions: Any,
-    request_ids: Any,
-    slots: Any,
-    kv_layout: str,
-) -> AppendProblem:
-    """Checks the arrays of an append_kv call."""
+def describe_append(inputs: AppendInputs, *, kv_layout: str) -> tuple[AppendProblem, AppendInputs]:
+    """Checks an append_kv call; returns its problem and its inputs with defaults filled in."""
     shapes = checks.Shapes()
-    checks.cache_shapes(shapes, key_cache, value_cache, kv_layout)
+    checks.cache_shapes(shapes, inputs.key_cache, inputs.value_cache, kv_layout)
     axes = ("tokens", "num_kv_heads", "head_dim")
-    shapes.check("key", key, (*checks.HALF, "float32"), axes)
-    shapes.check("value", value, (dtype_name(key),), axes)
-    kv_dtype = dtype_name(key_cache)
-    if kv_dtype not in (*checks.FP8, dtype_name(key)):
-        raise TypeError(f"key must have the cache's dtype {kv_dtype}, got {dtype_name(key)}")
-    by_slot = slots is not None
-    if by_slot:
-        if page_table is not None or positions is not None or request_ids is not None:
+    shapes.check("key", inputs.key, (*checks.HALF, "float32"), axes)
+    key_dtype, kv_dtype = dtype_name(inputs.key), dtype_name(inputs.key_cache)
+    shapes.check("value", inputs.value, (key_dtype,), axes)
+    if kv_dtype not in (*checks.FP8, key_dtype):
+        raise TypeError(f"key must have the cache's dtype {kv_dtype}, got {key_dtype}")
+    if inputs.slots is not None:
+        if any(array is not None for array in inputs[4:7]):
             raise ValueError("slots must come without page_table, positions and request_ids")
-        shapes.check("slots", slots, ("int32",), ("tokens",))
+        shapes.check("slots", inputs.slots, ("int32",), ("tokens",))
     else:
-        if page_table is None or positions is None:
+        if inputs.page_table is None or inputs.positions is None:
             raise ValueError("positions and page_table must be given, or slots instead of both")
-        shapes.check("page_table", page_table, ("int32",), ("batch", "pages_per_seq"))
-        shapes.check("positions", positions, ("int32",), ("tokens",))
-        if request_ids is not None:
-            shapes.check("request_ids", request_ids, ("int32",), ("tokens",))
+        shapes.check("page_table", inputs.page_table, ("int32",), ("batch", "pages_per_seq"))
+        shapes.check("positions", inputs.positions, ("int32",), ("tokens",))
+        if inputs.request_ids is not None:
+            shapes.check("request_ids", inputs.request_ids, ("int32",), ("tokens",))
         elif shapes["tokens"] > shapes["batch"]:
             raise ValueError(
                 f"request_ids must be given for more tokens ({shapes['tokens']}) than requests "
                 f"({shapes['batch']}): by default row i belongs to request i"
             )
-    return AppendProblem(
-        kv_dtype=kv_dtype,
-        num_tokens=shapes["tokens"],
-        page_size=shapes["page_size"],
-        kv_layout=kv_layout,
-        by_slot=by_slot,
+    inputs = _with_scales(inputs, "k_scale", "v_scale")
+    return AppendProblem(shapes["page_size"], kv_layout), inputs
+
+
+def _with_scales(inputs: Any, *names: str) -> Any:
+    """The inputs with checked scales; one that is not given is 1."""
+    values = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(
+        **{name: checks.scale(name, 1.0 if v is None else v) for name, v in values.items()}
     )
 
 

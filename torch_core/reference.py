@@ -8,6 +8,7 @@ import torch
 
 from .problem import (
     DESCRIBE,
+    AppendInputs,
     AppendProblem,
     AttentionInputs,
     AttentionProblem,
@@ -239,37 +240,30 @@ def _empty_row_lse(inputs) -> torch.Tensor:
     )
 
 
-def append(
-    problem: AppendProblem,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    page_table: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    request_ids: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-) -> None:
+def append(problem: AppendProblem, inputs: AppendInputs) -> None:
     """Writes new tokens into the caches, in place."""
-    num_pages, page_size = key_cache.shape[0], problem.page_size
-    places = slots if slots is not None else positions
+    num_pages, page_size = inputs.key_cache.shape[0], problem.page_size
+    by_slot = inputs.slots is not None
+    places = inputs.slots if by_slot else inputs.positions
     rows = (places >= 0).nonzero()[:, 0]
     if not rows.numel():
         return
     places = places[rows].long()
-    if slots is not None:
+    if by_slot:
         _check_range("slots", places, "num_pages * page_size", num_pages * page_size)
-        page, offset = places // page_size, places % page_size
+        page = places // page_size
     else:
-        requests = rows if request_ids is None else request_ids[rows].long()
-        batch, pages_per_seq = page_table.shape
+        requests = rows if inputs.request_ids is None else inputs.request_ids[rows].long()
+        batch, pages_per_seq = inputs.page_table.shape
         _check_range("request_ids", requests, "batch", batch)
         _check_range("positions", places, "pages_per_seq * page_size", pages_per_seq * page_size)
-        page, offset = page_table[requests, places // page_size].long(), places % page_size
+        page = inputs.page_table[requests, places // page_size].long()
         _check_range("page_table", page, "num_pages", num_pages)
-    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+    offset = places % page_size
+    for cache, new, scale in (
+        (inputs.key_cache, inputs.key, inputs.k_scale),
+        (inputs.value_cache, inputs.value, inputs.v_scale),
+    ):
         tokens = cache if problem.kv_layout == "NHD" else cache.transpose(1, 2)
         _bytes(tokens)[page, offset] = _bytes(_to_cache(new[rows], cache.dtype, scale))
 
