@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import torch
+from jax.core import Tracer
 
 from torch_core import checks
 
@@ -24,7 +25,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         TypeError: not a concrete jax.Array, or another dtype (64-bit ones among them).
         ValueError: the array lies on several devices.
     """
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
         raise TypeError(f"array must be a concrete jax.Array, got {type(array).__name__}")
     _require_dtype("array", array)
     if len(array.devices()) != 1:

@@ -59,8 +59,7 @@ def append_kv(
     launch.require_same_device(**inputs._asdict())
     launch.require_no_grad("append_kv", key, value, key_cache, value_cache)
     if torch.compiler.is_compiling():
-        *arrays, k_scale, v_scale = inputs
-        _append_op(*arrays, *_split(k_scale), *_split(v_scale), kv_layout)
+        _append_op(*inputs[:-2], *_split(inputs.k_scale), *_split(inputs.v_scale), kv_layout)
     else:
         if key_cache.numel() and key_cache.data_ptr() == value_cache.data_ptr():
             raise ValueError("value_cache must not share its memory with key_cache")

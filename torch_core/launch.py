@@ -128,8 +128,9 @@ def _attention_op(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, options = _unpacked(phase, arrays, tensors, numbers, integers, soft_cap)
-    result = attend(phase, inputs, out=None, backend=backend, **options)
-    return result if options["return_lse"] else (result, result.new_empty(0, dtype=torch.float32))
+    result = _pair(attend(phase, inputs, out=None, backend=backend, **options))
+    lse = result[1] if options["return_lse"] else result[0].new_empty(0, dtype=torch.float32)
+    return result[0], lse
 
 
 @_attention_op.register_fake

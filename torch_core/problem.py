@@ -4,7 +4,7 @@ jax: both front ends describe their calls with the same functions."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from . import checks
 from .checks import dtype_name
@@ -46,6 +46,7 @@ class AppendInputs(NamedTuple):
 class AttentionProblem:
     """What decode and prefill calls have in common."""
 
+    phase: ClassVar[str]
     query_dtype: str
     kv_dtype: str
     batch: int

@@ -79,10 +79,14 @@ def _decode(problem, inputs, out, lse, compute_dtype) -> None:
         length = max(lengths[request] for request in piece)
         key, value = _gather(problem, inputs, inputs.page_table[index], length)
         seq_lens = inputs.seq_lens[index]
-        positions = seq_lens[:, None] - problem.q_len + _arange(problem.q_len, query)
-        visible = _visible(problem, positions, seq_lens, length)
+        visible = None
+        shortest = min(lengths[request] for request in piece)
+        if shortest < length or problem.q_len > 1 or problem.window_left >= 0:
+            positions = seq_lens[:, None] - problem.q_len + _arange(problem.q_len, query)
+            visible = _visible(problem, positions, seq_lens, length)
         if problem.draft_mask is not None:
-            visible &= _draft_visible(problem, inputs.draft_mask[index], seq_lens, length)
+            draft = _draft_visible(problem, inputs.draft_mask[index], seq_lens, length)
+            visible = draft if visible is None else visible & draft
         result, result_lse = _attend(
             problem, inputs, query[index], key, value, visible, compute_dtype
         )
@@ -123,7 +127,8 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype):
     """softmax(query . key * scale) value over the visible keys.
 
     query [batch, rows, num_qo_heads, head_dim]; key and value [batch, length, num_kv_heads,
-    head_dim]; visible [batch, rows, length]. Returns out as query and lse [batch, rows, heads].
+    head_dim]; visible [batch, rows, length], or None where every row sees every key. Returns out
+    as query, and lse [batch, rows, num_qo_heads].
     """
     rows = query.shape[1]
     heads = (problem.num_kv_heads, problem.group_size)
@@ -133,25 +138,27 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype):
     # [batch, num_kv_heads, group_size * rows, head_dim]
     q = query.to(compute_dtype).unflatten(2, heads).permute(0, 2, 3, 1, 4).flatten(2, 3)
     k = key.to(compute_dtype).permute(0, 2, 3, 1)
-    # A key that nothing sees may hold NaN, and 0 * NaN is NaN.
-    unseen = ~visible.any(1)[:, :, None, None]
-    v = value.to(compute_dtype).masked_fill(unseen, 0).transpose(1, 2)
+    v = value.to(compute_dtype).transpose(1, 2)
     scores = (q @ k).mul_(scale).unflatten(2, (problem.group_size, rows))
     if problem.soft_cap is not None:
         scores = scores.div_(problem.soft_cap).tanh_().mul_(problem.soft_cap)
-    scores.masked_fill_(~visible[:, None, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((), -torch.inf)
-    top = top.expand(*scores.shape[:-1], 1)
+    if visible is not None:
+        scores.masked_fill_(~visible[:, None, None], -torch.inf)
+        # A key that nothing sees may hold NaN, and 0 * NaN is NaN.
+        v = v.masked_fill(~visible.any(1)[:, None, :, None], 0)
     if inputs.sinks is not None:
-        sinks = inputs.sinks.to(compute_dtype).view(*heads, 1, 1)
-        top = torch.maximum(top, sinks)
-    shift = top.masked_fill(top == -torch.inf, 0)
-    weights = scores.sub_(shift).exp_()
+        sinks = inputs.sinks.to(compute_dtype).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    # Finite where nothing is seen, so that such a row's weights are 0 and not NaN.
+    if scores.shape[-1]:
+        top = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(compute_dtype).min)
+    else:
+        top = scores.new_zeros((*scores.shape[:-1], 1))
+    weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    if inputs.sinks is not None:
-        total = total + (sinks - shift).exp()
-    lse = (total.log() + shift).squeeze(-1)
-    weights = weights.div_(total.masked_fill(total == 0, 1))
+    lse = (total.log() + top).squeeze(-1)
+    # The largest score weighs 1, so a total below 1 is that of an empty row: 0.
+    weights = weights[..., : key.shape[1]].div_(total.clamp_min_(1))
     out = (weights.flatten(2, 3) @ v).unflatten(2, (problem.group_size, rows)) * inputs.v_scale
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
 
