@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax_tvm_ffi
+import numpy as np
 import torch
 import tvm_ffi
 
@@ -24,7 +25,7 @@ _registered: set[str] = set()
 def call(
     name: str,
     function: Callable[..., None],
-    operands: Sequence[jax.Array],
+    operands: Sequence[jax.Array | np.ndarray],
     results: Sequence[jax.ShapeDtypeStruct],
     *,
     aliases: dict[int, int] | None = None,
@@ -45,7 +46,7 @@ def call(
     return [jax.lax.pcast(value, axes, to="varying") for value in values] if axes else values
 
 
-def _varying_axes(operand: jax.Array) -> frozenset[str]:
+def _varying_axes(operand: jax.Array | np.ndarray) -> frozenset[str]:
     kind = jax.typeof(operand)
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 

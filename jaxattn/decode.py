@@ -1,5 +1,6 @@
 """Paged decode: a few query rows for each request, over its whole cached sequence."""
 
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float32, Int32, Shaped, UInt16
 
@@ -7,32 +8,33 @@ from torch_core.problem import AttentionInputs
 
 from . import _launch
 
-Scale = float | Float32[Array, ""]
+AnyArray = Array | np.ndarray
+Scale = float | Float32[AnyArray, ""]
 
 
 def decode(
-    query: Shaped[Array, "batch*q_len num_qo_heads head_dim"],
-    key_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    value_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    page_table: Int32[Array, "batch pages_per_seq"],
-    seq_lens: Int32[Array, " batch"],
+    query: Shaped[AnyArray, "rows num_qo_heads head_dim"],
+    key_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    value_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    page_table: Int32[AnyArray, "batch pages_per_seq"],
+    seq_lens: Int32[AnyArray, " batch"],
     *,
     sm_scale: Scale | None = None,
     window_left: int = -1,
     soft_cap: float | None = None,
-    sinks: Float32[Array, " num_qo_heads"] | None = None,
+    sinks: Float32[AnyArray, " num_qo_heads"] | None = None,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     q_len: int = 1,
-    draft_mask: Bool[Array, "batch {q_len} {q_len}"]
-    | UInt16[Array, "batch {q_len} _"]
+    draft_mask: Bool[AnyArray, "batch {q_len} {q_len}"]
+    | UInt16[AnyArray, "batch {q_len} _"]
     | None = None,
     kv_layout: str = "NHD",
     return_lse: bool = False,
     batch_invariant: bool = False,
     backend: str = "auto",
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[AnyArray, Array]:
     """Attends the last `q_len` tokens of each request to its paged cache.
 
     Row i of request b stands at position p = seq_lens[b] - q_len + i and computes

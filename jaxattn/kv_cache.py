@@ -12,23 +12,23 @@ import torch_core
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
 from . import _ffi, _launch
-from .decode import Scale
+from .decode import AnyArray, Scale
 
 
 def append_kv(
-    key: Float[Array, "tokens num_kv_heads head_dim"],
-    value: Float[Array, "tokens num_kv_heads head_dim"],
-    key_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    value_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    page_table: Int32[Array, "batch pages_per_seq"] | None = None,
+    key: Float[AnyArray, "tokens num_kv_heads head_dim"],
+    value: Float[AnyArray, "tokens num_kv_heads head_dim"],
+    key_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    value_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    page_table: Int32[AnyArray, "batch pages_per_seq"] | None = None,
     *,
-    positions: Int32[Array, " tokens"] | None = None,
-    request_ids: Int32[Array, " tokens"] | None = None,
-    slots: Int32[Array, " tokens"] | None = None,
+    positions: Int32[AnyArray, " tokens"] | None = None,
+    request_ids: Int32[AnyArray, " tokens"] | None = None,
+    slots: Int32[AnyArray, " tokens"] | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     kv_layout: str = "NHD",
-) -> tuple[Array, Array]:
+) -> tuple[AnyArray, Array]:
     """Writes new tokens and returns the new caches.
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
@@ -72,7 +72,7 @@ def append_kv(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _append(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple[Array, Array]:
+def _append(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple[AnyArray, Array]:
     call = functools.partial(_append_call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
@@ -102,11 +102,11 @@ def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
 
 
 def merge_states(
-    out_a: Float[Array, "rows num_qo_heads head_dim"],
-    lse_a: Float32[Array, "rows num_qo_heads"],
-    out_b: Float[Array, "rows num_qo_heads head_dim"],
-    lse_b: Float32[Array, "rows num_qo_heads"],
-) -> tuple[Array, Array]:
+    out_a: Float[AnyArray, "rows num_qo_heads head_dim"],
+    lse_a: Float32[AnyArray, "rows num_qo_heads"],
+    out_b: Float[AnyArray, "rows num_qo_heads head_dim"],
+    lse_b: Float32[AnyArray, "rows num_qo_heads"],
+) -> tuple[AnyArray, Array]:
     """Joins two attentions of the same rows over disjoint keys.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), computed in float32.
@@ -132,7 +132,7 @@ def merge_states(
 
 
 @jax.jit
-def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[AnyArray, Array]:
     def merge(out_a, lse_a, out_b, lse_b):
         top = jnp.maximum(lse_a, lse_b)
         shift = jnp.where(top == -jnp.inf, 0, top)

@@ -8,23 +8,23 @@ from jaxtyping import Float32, Int32, Shaped
 from torch_core.problem import AttentionInputs
 
 from . import _launch
-from .decode import Scale
+from .decode import AnyArray, Scale
 
 
 def prefill(
-    query: Shaped[Array, "total_q num_qo_heads head_dim"],
-    key_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    value_cache: Shaped[Array, "num_pages _ _ head_dim"],
-    page_table: Int32[Array, "batch pages_per_seq"],
-    seq_lens: Int32[Array, " batch"],
-    cu_seqlens_q: Int32[Array, " batch+1"],
+    query: Shaped[AnyArray, "total_q num_qo_heads head_dim"],
+    key_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    value_cache: Shaped[AnyArray, "num_pages _ _ head_dim"],
+    page_table: Int32[AnyArray, "batch pages_per_seq"],
+    seq_lens: Int32[AnyArray, " batch"],
+    cu_seqlens_q: Int32[AnyArray, " batch+1"],
     *,
     max_seqlen_q: int,
     causal: bool = True,
     sm_scale: Scale | None = None,
     window_left: int = -1,
     soft_cap: float | None = None,
-    sinks: Float32[Array, " num_qo_heads"] | None = None,
+    sinks: Float32[AnyArray, " num_qo_heads"] | None = None,
     q_scale: Scale | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
@@ -33,7 +33,7 @@ def prefill(
     batch_invariant: bool = False,
     plan: Any = None,
     backend: str = "auto",
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[AnyArray, Array]:
     """Attends the newest tokens of each request to its paged cache, prefix included.
 
     Request b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of the query. Its row i stands at

@@ -10,7 +10,7 @@ Scale = float | Float32[Tensor, ""]
 
 
 def decode(
-    query: Shaped[Tensor, "batch*q_len num_qo_heads head_dim"],
+    query: Shaped[Tensor, "rows num_qo_heads head_dim"],
     key_cache: Shaped[Tensor, "num_pages _ _ head_dim"],
     value_cache: Shaped[Tensor, "num_pages _ _ head_dim"],
     page_table: Int32[Tensor, "batch pages_per_seq"],
@@ -32,7 +32,10 @@ def decode(
     batch_invariant: bool = False,
     backend: str = "auto",
     out: Tensor | tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> (
+    Shaped[Tensor, "rows num_qo_heads head_dim"]
+    | tuple[Shaped[Tensor, "rows num_qo_heads head_dim"], Float32[Tensor, "rows num_qo_heads"]]
+):
     """Attends the last `q_len` tokens of each request to its paged cache.
 
     Row i of request b stands at position p = seq_lens[b] - q_len + i and computes

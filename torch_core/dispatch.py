@@ -475,3 +475,45 @@ def device_capability(device: torch.device | None = None) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def matrix() -> str:
+    """TABLE as a Markdown table."""
+    columns = {
+        "kernel": lambda k: k.name,
+        "phase": lambda k: k.phase,
+        "capability": lambda k: "any" if k.capabilities is None else _spell(k.capabilities),
+        "head_dim": lambda k: "any" if k.head_dims is None else _brief(k.head_dims),
+        "page_size": lambda k: "any" if k.page_sizes is None else _brief(k.page_sizes),
+        "query/cache": lambda k: _spell_dtypes(k.dtypes),
+        "lse": lambda k: _mark(k.lse),
+        "soft cap": lambda k: _mark(k.soft_cap),
+        "window": lambda k: _mark(k.window),
+        "sinks": lambda k: _mark(k.sinks),
+        "drafts": lambda k: _mark(k.drafts) if k.phase == "decode" else "",
+        "host plan": lambda k: _mark(k.host_plan),
+        "status": lambda k: "works" if _has_module(k.module) else "to come",
+    }
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[str(spell(kernel)) for spell in columns.values()] for kernel in TABLE]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _mark(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _spell_dtypes(dtypes: frozenset[tuple[str, str]]) -> str:
+    """The pairs by query dtype, in short words: "bf16 f16 / same, e4m3"."""
+    short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", NVFP4: NVFP4}
+    short |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    caches: dict[str, list[str]] = {}
+    for query in short:
+        names = [
+            "same" if cache == query else short[cache]
+            for cache in short
+            if (query, cache) in dtypes
+        ]
+        if names:
+            caches.setdefault(", ".join(names), []).append(short[query])
+    return "; ".join(f"{' '.join(queries)} / {names}" for names, queries in caches.items())

@@ -22,7 +22,7 @@ def append_kv(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     kv_layout: str = "NHD",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Shaped[Tensor, "num_pages _ _ head_dim"], Shaped[Tensor, "num_pages _ _ head_dim"]]:
     """Writes new tokens into the caches, in place, and returns the caches.
 
     Args:
@@ -110,7 +110,7 @@ def merge_states(
     lse_b: Float32[Tensor, "rows num_qo_heads"],
     *,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, "rows num_qo_heads head_dim"], Float32[Tensor, "rows num_qo_heads"]]:
     """Joins two attentions of the same rows over disjoint keys.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), computed in float32.

@@ -33,7 +33,12 @@ def prefill(
     plan: Any = None,
     backend: str = "auto",
     out: Tensor | tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> (
+    Shaped[Tensor, "total_q num_qo_heads head_dim"]
+    | tuple[
+        Shaped[Tensor, "total_q num_qo_heads head_dim"], Float32[Tensor, "total_q num_qo_heads"]
+    ]
+):
     """Attends the newest tokens of each request to its paged cache, prefix included.
 
     Request b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of the query. Its row i stands at

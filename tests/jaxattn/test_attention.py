@@ -5,6 +5,8 @@ import pytest
 import jaxattn
 from tests import cases, compare, inputs
 
+pytestmark = pytest.mark.usefixtures("enforce_annotations")
+
 
 @pytest.mark.parametrize("case", cases.DECODE + cases.PREFILL, ids=lambda c: f"{c.phase}-{c}")
 def test_equals_oracle(case):

@@ -7,6 +7,8 @@ import torch_core
 from tests import cases, compare, inputs, oracle
 from torch_core import reference
 
+pytestmark = pytest.mark.usefixtures("enforce_annotations")
+
 
 @pytest.mark.parametrize("case", cases.DECODE + cases.PREFILL, ids=lambda c: f"{c.phase}-{c}")
 def test_equals_oracle(case):
