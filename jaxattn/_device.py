@@ -15,6 +15,12 @@ def _capability() -> int:
     return major * 10 + minor
 
 
+@functools.cache
+def multiprocessors() -> int:
+    """Multiprocessors of JAX's default GPU."""
+    return jax.devices()[0].core_count
+
+
 def environment() -> dispatch.Environment:
     """The environment of JAX's default device."""
     return dispatch.environment(_capability())

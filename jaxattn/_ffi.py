@@ -1,4 +1,4 @@
-"""The bridge: Python functions over torch tensors as XLA custom calls, without copies.
+"""The bridge: torch functions and compiled kernels as XLA custom calls, without copies.
 
 The only importer of jax_tvm_ffi. A target has no attributes (they leak in jax-tvm-ffi 0.1.3, and a
 missing one crashes): what changes between calls travels in operands, and the rest is in the
@@ -6,20 +6,26 @@ target's name. Operand and result layouts are row-major, the default of `jax.ffi
 jax_tvm_ffi reports row-major strides whatever the layout is.
 """
 
+import functools
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax_tvm_ffi
 import numpy as np
 import torch
 import tvm_ffi
+import tvm_ffi.cpp
+
+from torch_core.binding import Binding, Operand, Scalar, Size
 
 # The handler table of jax-tvm-ffi holds this many entries for the whole process.
 MAX_TARGETS = 1024
 
 _lock = threading.Lock()
-_registered: set[str] = set()
+_registered: set[tuple[str, str]] = set()
 
 
 def call(
@@ -29,17 +35,120 @@ def call(
     results: Sequence[jax.ShapeDtypeStruct],
     *,
     aliases: dict[int, int] | None = None,
+    platform: str = "cpu",
 ) -> Sequence[jax.Array]:
     """Runs `function(*operands, *results)` on torch tensors over XLA's own buffers.
 
     Args:
         name: identity of the target; one name means one function and one number of operands.
-        function: writes the results in place. It must not keep a tensor.
+        function: writes the results in place. It must not keep a tensor. On a GPU it runs with
+            XLA's stream as torch's current one, and is not captured in a command buffer.
         operands: arrays, traced or not.
         results: shapes and dtypes of the results.
         aliases: operand index -> result index that shares its buffer.
+        platform: "cpu" or "gpu".
     """
-    _register(name, function)
+
+    def callback(stream: int, *buffers: tvm_ffi.Tensor) -> None:
+        tensors = list(map(torch.from_dlpack, buffers))
+        if platform == "cpu":
+            function(*tensors)
+        else:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, tensors[0].device)):
+                function(*tensors)
+
+    _register(name, platform, lambda: callback, ["ctx.stream", "args", "rets"], owned=True)
+    return _ffi_call(name, operands, results, aliases)
+
+
+def call_kernel(
+    binding: Binding,
+    operands: dict[str, Any],
+    results: dict[str, jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[str, str] | None = None,
+) -> dict[str, jax.Array]:
+    """Launches a compiled kernel on a GPU without Python, capturable in a command buffer.
+
+    Args:
+        binding: the kernel; its arguments name operands and results.
+        operands, results: by name, as `call` takes them.
+        aliases: name of an operand -> name of the result that shares its buffer.
+    """
+    order = [*operands, *results]
+    # What tells this target from others: the kernel, its constants and the order of its tensors.
+    name = f"jaxattn.{binding.name}({','.join(order)})({','.join(map(str, binding.arguments))})"
+    _register(name, "gpu", lambda: _adapted(binding, order), ["args", "rets"], captured=True)
+    indices = {
+        order.index(operand): list(results).index(result)
+        for operand, result in (aliases or {}).items()
+    }
+    values = _ffi_call(name, list(operands.values()), list(results.values()), indices)
+    return dict(zip(results, values, strict=True))
+
+
+def _adapted(binding: Binding, order: list[str]) -> tvm_ffi.Function:
+    """The kernel as a function of the call's operands and results, in XLA's order."""
+    spec: list[int] = []
+    constants: list[Any] = []
+
+    def constant(value: Any) -> list[int]:
+        constants.append(value)
+        return [0, len(constants) - 1, 0, 0]
+
+    for argument in binding.arguments:
+        if isinstance(argument, Operand):
+            spec += [2 if argument.swap else 1, order.index(argument.name), 0, 0]
+        elif isinstance(argument, Size):
+            spec += [3, order.index(argument.name), argument.axis, argument.times]
+        elif isinstance(argument, Scalar):
+            spec += [*constant(1.0), 1, order.index(argument.name), 0, 0]
+        else:
+            spec += constant(argument)
+    return _adapter().adapt(binding.function, spec, constants)
+
+
+@functools.cache
+def _adapter() -> tvm_ffi.Module:
+    """The adapter; built once per machine, in a few seconds, and kept in TVM-FFI's cache."""
+    source = pathlib.Path(__file__).with_name("adapter.cpp")
+    return tvm_ffi.cpp.load(name="jaxattn_adapter", cpp_files=[str(source)])
+
+
+def _register(
+    name: str,
+    platform: str,
+    make: Callable[[], Callable[..., None]],
+    order: list[str],
+    *,
+    owned: bool = False,
+    captured: bool = False,
+) -> None:
+    with _lock:
+        if (name, platform) in _registered:
+            return
+        if jax_tvm_ffi.registered_count() >= MAX_TARGETS:
+            raise RuntimeError(
+                f"jaxattn cannot register {name!r}: the process has used all {MAX_TARGETS} entries "
+                "of jax-tvm-ffi's handler table"
+            )
+        jax_tvm_ffi.register_ffi_target(
+            name,
+            tvm_ffi.convert(make()),
+            order,
+            platform=platform,
+            pass_owned_tensor=owned,
+            allow_cuda_graph=captured,
+        )
+        _registered.add((name, platform))
+
+
+def _ffi_call(
+    name: str,
+    operands: Sequence[jax.Array | np.ndarray],
+    results: Sequence[jax.ShapeDtypeStruct],
+    aliases: dict[int, int] | None,
+) -> Sequence[jax.Array]:
     values = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*operands)
     # Inside shard_map a result varies over every mesh axis that an operand varies over.
     axes = tuple(set().union(*map(_varying_axes, operands)))
@@ -49,26 +158,3 @@ def call(
 def _varying_axes(operand: jax.Array | np.ndarray) -> frozenset[str]:
     kind = jax.typeof(operand)
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
-
-
-def _register(name: str, function: Callable[..., None]) -> None:
-    with _lock:
-        if name in _registered:
-            return
-        if jax_tvm_ffi.registered_count() >= MAX_TARGETS:
-            raise RuntimeError(
-                f"jaxattn cannot register {name!r}: the process has used all {MAX_TARGETS} entries "
-                "of jax-tvm-ffi's handler table"
-            )
-
-        def callback(*buffers: tvm_ffi.Tensor) -> None:
-            function(*map(torch.from_dlpack, buffers))
-
-        jax_tvm_ffi.register_ffi_target(
-            name,
-            tvm_ffi.convert(callback),
-            ["args", "rets"],
-            platform="cpu",
-            pass_owned_tensor=True,
-        )
-        _registered.add(name)

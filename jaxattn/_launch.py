@@ -16,6 +16,7 @@ import numpy as np
 
 import torch_core
 from torch_core import dispatch
+from torch_core.binding import Ops
 from torch_core.problem import (
     DESCRIBE,
     AttentionInputs,
@@ -73,21 +74,23 @@ def attend(
     kernel = dispatch.choose(problem, _device.environment(), backend)
     if plan is not None:
         raise ValueError(f"plan must be None: kernel {kernel.name!r} needs no plan")
-    scales = stack_scales(*(getattr(inputs, name) for name in SCALES))
+    module = dispatch.load(kernel)
+    scales = {name: getattr(inputs, name) for name in SCALES}
+    if hasattr(module, "scales"):
+        scales = module.scales(problem, inputs)
+    scales = {name: as_float32(value) for name, value in scales.items()}
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     results = _attend(problem, kernel.name, arrays, scales)
     return results if problem.return_lse else results[0]
 
 
-def stack_scales(*scales: Any) -> Any:
-    """Numbers and 0-d arrays as one float32 array; a constant where all are numbers."""
-    if all(isinstance(scale, float) for scale in scales):
-        return np.array(scales, np.float32)
-    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
+def as_float32(scale: Any) -> Any:
+    """A number as a constant, an array as it is, both float32."""
+    return np.float32(scale) if isinstance(scale, float) else jnp.asarray(scale, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: jax.Array):
+def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
     call = functools.partial(_call, problem, backend)
     if problem.phase == "decode":
         call = _folding(call, problem, backend)
@@ -103,7 +106,7 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
     @call.def_vmap
     def _(size, batched, arrays, scales):
         arrays_batched, scales_batched = batched
-        if scales_batched or arrays_batched.sinks:
+        if any(scales_batched.values()) or arrays_batched.sinks:
             raise NotImplementedError(
                 "jaxattn.decode under vmap takes sinks and scales that are the same for every "
                 "element: call it once for each instead, for example with jax.lax.map"
@@ -139,18 +142,47 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
     return call
 
 
-def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: jax.Array):
+def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
     """The custom call of one kernel."""
+    module = dispatch.load(dispatch.find(problem.phase, backend))
+    if hasattr(module, "bind"):
+        return _call_kernel(module, problem, arrays, scales)
     names = [name for name, array in arrays._asdict().items() if array is not None]
     integers, soft_cap = pack_options(static_options(problem))
-    operands = [np.array(integers, np.int32), np.array([soft_cap], np.float32), scales]
-    operands += [getattr(arrays, name) for name in names]
+    operands = [np.array(integers, np.int32), np.array([soft_cap], np.float32)]
+    operands += [jnp.stack(list(scales.values())), *(getattr(arrays, name) for name in names)]
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
     target = f"jaxattn.{problem.phase}.{backend}({','.join(names)})->{len(results)}"
     function = functools.partial(_run, problem.phase, backend, names)
-    return tuple(_ffi.call(target, function, operands, results))
+    platform = "gpu" if _device.environment().capability else "cpu"
+    return tuple(_ffi.call(target, function, operands, results, platform=platform))
+
+
+_OPS = Ops(
+    where=jnp.where,
+    cast=lambda array, dtype: array.astype(dtype),
+    take=jnp.take_along_axis,
+    constant=lambda array: array,
+)
+
+
+def _call_kernel(module: Any, problem: Any, arrays: AttentionInputs, scales: dict):
+    """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
+    binding = module.bind(problem, _device.multiprocessors())
+    out_scale = scales.get("out_scale")
+    operands = module.operands(problem, arrays, _OPS)
+    operands |= {name: scales[name] for name in scales if name != "out_scale"}
+    operands["semaphores"] = jnp.zeros(binding.semaphores, jnp.int32)
+    results = dict(
+        out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)),
+        scratch=jax.ShapeDtypeStruct((binding.scratch,), jnp.uint8),
+        semaphores_left=jax.ShapeDtypeStruct((binding.semaphores,), jnp.int32),
+    )
+    aliases = dict(semaphores="semaphores_left")
+    out = _ffi.call_kernel(binding, operands, results, aliases=aliases)["out"]
+    return (out if out_scale is None else (out * out_scale).astype(out.dtype),)
 
 
 def static_options(problem: AttentionProblem) -> dict[str, Any]:

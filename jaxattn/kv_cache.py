@@ -28,7 +28,7 @@ def append_kv(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     kv_layout: str = "NHD",
-) -> tuple[AnyArray, Array]:
+) -> tuple[Array, Array]:
     """Writes new tokens and returns the new caches.
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
@@ -67,25 +67,25 @@ def append_kv(
     )
     _launch.require_jax(**inputs._asdict())
     problem, inputs = describe_append(inputs, kv_layout=kv_layout)
-    scales = _launch.stack_scales(inputs.k_scale, inputs.v_scale)
+    scales = [_launch.as_float32(scale) for scale in (inputs.k_scale, inputs.v_scale)]
     return _append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _append(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple[AnyArray, Array]:
+def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
     call = functools.partial(_append_call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
 
 
-def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: Array) -> tuple:
+def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
     names = [name for name, array in arrays._asdict().items() if array is not None]
     caches = (arrays.key_cache, arrays.value_cache)
     return tuple(
         _ffi.call(
             f"jaxattn.append_kv({','.join(names)},{problem.kv_layout})",
             functools.partial(_run, problem.kv_layout, names),
-            [*(getattr(arrays, name) for name in names), scales],
+            [*(getattr(arrays, name) for name in names), jnp.stack(scales)],
             [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
             aliases={names.index("key_cache"): 0, names.index("value_cache"): 1},
         )
@@ -106,7 +106,7 @@ def merge_states(
     lse_a: Float32[AnyArray, "rows num_qo_heads"],
     out_b: Float[AnyArray, "rows num_qo_heads head_dim"],
     lse_b: Float32[AnyArray, "rows num_qo_heads"],
-) -> tuple[AnyArray, Array]:
+) -> tuple[Array, Array]:
     """Joins two attentions of the same rows over disjoint keys.
 
     out = (exp(lse_a) out_a + exp(lse_b) out_b) / (exp(lse_a) + exp(lse_b)), computed in float32.
@@ -132,7 +132,7 @@ def merge_states(
 
 
 @jax.jit
-def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[AnyArray, Array]:
+def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     def merge(out_a, lse_a, out_b, lse_b):
         top = jnp.maximum(lse_a, lse_b)
         shift = jnp.where(top == -jnp.inf, 0, top)

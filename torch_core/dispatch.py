@@ -75,6 +75,12 @@ def _window_over_drafts(problem: DecodeProblem, environment: Environment) -> str
     return None
 
 
+def _mask_of_one(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.draft_mask is not None and problem.q_len == 1:
+        return "takes a draft mask with q_len above 1 only"
+    return None
+
+
 def _window_hangs(problem: PrefillProblem, environment: Environment) -> str | None:
     if (
         problem.window_left >= 0
@@ -170,7 +176,7 @@ TABLE: tuple[Kernel, ...] = (
         drafts=True,
         host_plan=False,
         batch_invariant=False,
-        rules=(_wide_heads, _window_over_drafts),
+        rules=(_wide_heads, _window_over_drafts, _mask_of_one),
     ),
     Kernel(
         name="native_decode",
@@ -356,6 +362,11 @@ def choose(problem: AttentionProblem, environment: Environment, backend: str = "
         reason = explanation.reasons.get(backend, f"it has no {problem.phase} kernel")
         raise NotImplementedError(f"backend {backend!r} cannot run this {problem.phase}: {reason}")
     raise NotImplementedError(f"no kernel runs this {problem.phase}:\n{explanation}")
+
+
+def find(phase: str, name: str) -> Kernel:
+    """The row of a kernel by phase and name."""
+    return next(kernel for kernel in TABLE if (kernel.phase, kernel.name) == (phase, name))
 
 
 def load(kernel: Kernel) -> Any:

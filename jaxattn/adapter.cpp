@@ -1,0 +1,79 @@
+// Presents a compiled kernel to XLA without Python: takes a custom call's operands and results in
+// XLA's order and calls the kernel in its own, filling in constants and sizes.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <vector>
+
+namespace ffi = tvm::ffi;
+
+enum Kind : int64_t { kConstant, kTensor, kSwapped, kSize };
+
+struct Argument {
+  int64_t kind, index, axis, times;
+};
+
+constexpr int kMaxArguments = 64;
+constexpr int kMaxSwapped = 4;
+constexpr int kMaxRank = 8;
+
+// A tensor with axes 1 and 2 exchanged: same memory, other strides.
+struct SwappedTensor {
+  DLTensor tensor;
+  int64_t shape[kMaxRank], strides[kMaxRank];
+
+  void Assign(const DLTensor* source) {
+    TVM_FFI_ICHECK(source->ndim >= 3 && source->ndim <= kMaxRank) << "rank " << source->ndim;
+    int64_t stride = 1;
+    for (int axis = source->ndim - 1; axis >= 0; --axis) {
+      shape[axis] = source->shape[axis];
+      strides[axis] = stride;  // XLA's operands are row-major
+      stride *= shape[axis];
+    }
+    std::swap(shape[1], shape[2]);
+    std::swap(strides[1], strides[2]);
+    tensor = *source;
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+};
+
+// `spec` holds four integers for each argument of `kernel`: see Kind. Index is that of a constant
+// or of a call argument.
+ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants) {
+  std::vector<Argument> arguments;
+  for (size_t i = 0; i + 3 < spec.size(); i += 4) {
+    arguments.push_back({spec[i], spec[i + 1], spec[i + 2], spec[i + 3]});
+  }
+  TVM_FFI_ICHECK(arguments.size() <= kMaxArguments) << "too many arguments: " << arguments.size();
+  return ffi::Function::FromPacked(
+      [kernel, arguments, constants](ffi::PackedArgs args, ffi::Any* result) {
+        ffi::AnyView values[kMaxArguments];
+        SwappedTensor swapped[kMaxSwapped];
+        int num_swapped = 0;
+        for (size_t i = 0; i < arguments.size(); ++i) {
+          const Argument& argument = arguments[i];
+          if (argument.kind == kConstant) {
+            values[i] = constants[argument.index];
+            continue;
+          }
+          TVM_FFI_ICHECK(argument.index < args.size()) << "the call has too few operands";
+          if (argument.kind == kTensor) {
+            values[i] = args[argument.index];
+            continue;
+          }
+          DLTensor* tensor = args[argument.index].cast<DLTensor*>();
+          if (argument.kind == kSize) {
+            values[i] = tensor->shape[argument.axis] * argument.times;
+          } else {
+            TVM_FFI_ICHECK(num_swapped < kMaxSwapped) << "too many swapped tensors";
+            swapped[num_swapped].Assign(tensor);
+            values[i] = &swapped[num_swapped++].tensor;
+          }
+        }
+        kernel.CallPacked(values, static_cast<int32_t>(arguments.size()), result);
+      });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(adapt, Adapt);

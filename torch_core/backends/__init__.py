@@ -1,0 +1,1 @@
+"""One file per kernel: translates our terms to upstream's."""

@@ -1,0 +1,106 @@
+"""A compiled kernel and the order of its arguments, as data that torch and JAX both launch from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the call, by name; `swap` exchanges its axes 1 and 2 (strides only)."""
+
+    name: str
+    swap: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}~" if self.swap else self.name
+
+
+@dataclass(frozen=True)
+class Size:
+    """`times` x the size of one axis of a tensor of the call."""
+
+    name: str
+    axis: int
+    times: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.axis}]*{self.times}"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A scale, by name: upstream takes a number and an optional tensor that overrides it."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A compiled function and, in its own order, what each argument is: an Operand, a Size, a
+    Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit zeros, left
+    zero, and belong to one launch at a time."""
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    scratch: int
+    semaphores: int
+
+
+def launch(binding: Binding, tensors: dict[str, Any]) -> None:
+    """Calls the kernel on torch tensors, on torch's current stream."""
+    values: list[Any] = []
+    for argument in binding.arguments:
+        if isinstance(argument, Operand):
+            tensor = tensors[argument.name]
+            values.append(tensor.transpose(1, 2) if argument.swap else tensor)
+        elif isinstance(argument, Size):
+            values.append(tensors[argument.name].shape[argument.axis] * argument.times)
+        elif isinstance(argument, Scalar):
+            value = tensors[argument.name]
+            values += [1.0, value] if isinstance(value, torch.Tensor) else [value, None]
+        else:
+            values.append(argument)
+    binding.function(*values)
+
+
+class Ops(NamedTuple):
+    """The few array operations that a backend prepares operands with, for one framework."""
+
+    where: Callable[[Any, Any, Any], Any]
+    cast: Callable[[Any, str], Any]
+    take: Callable[[Any, Any, int], Any]  # along an axis, index of the array's rank
+    constant: Callable[[np.ndarray], Any]
+
+
+def torch_ops(device: torch.device) -> Ops:
+    """Ops on torch tensors of one device."""
+    return Ops(
+        where=torch.where,
+        cast=lambda array, dtype: array.to(getattr(torch, dtype)),
+        take=torch.take_along_dim,
+        constant=lambda array: _constant(array.tobytes(), str(array.dtype), array.shape, device),
+    )
+
+
+_constants: dict[tuple, torch.Tensor] = {}
+
+
+def _constant(
+    data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """A tensor of fixed content, made once per device: a copy from the host cannot be captured."""
+    key = (data, dtype, shape, device)
+    if key not in _constants:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("call once with these shapes before capturing a CUDA graph")
+        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        _constants[key] = torch.from_numpy(array).to(device)
+    return _constants[key]
