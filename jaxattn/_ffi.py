@@ -26,6 +26,8 @@ MAX_TARGETS = 1024
 
 _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
+# How often Python ran inside an XLA program: tests assert that a compiled kernel never adds to it.
+python_calls = 0
 
 
 def call(
@@ -50,6 +52,8 @@ def call(
     """
 
     def callback(stream: int, *buffers: tvm_ffi.Tensor) -> None:
+        global python_calls
+        python_calls += 1
         tensors = list(map(torch.from_dlpack, buffers))
         if platform == "cpu":
             function(*tensors)
@@ -113,6 +117,11 @@ def _adapter() -> tvm_ffi.Module:
     """The adapter; built once per machine, in a few seconds, and kept in TVM-FFI's cache."""
     source = pathlib.Path(__file__).with_name("adapter.cpp")
     return tvm_ffi.cpp.load(name="jaxattn_adapter", cpp_files=[str(source)])
+
+
+def kernel_calls() -> int:
+    """How often the adapter launched a kernel, recordings of a command buffer included."""
+    return _adapter().calls()
 
 
 def _register(

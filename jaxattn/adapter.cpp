@@ -4,6 +4,8 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
+#include <atomic>
+#include <utility>
 #include <vector>
 
 namespace ffi = tvm::ffi;
@@ -39,6 +41,11 @@ struct SwappedTensor {
   }
 };
 
+// Kernel launches of this process, recordings of a command buffer included.
+std::atomic<int64_t> num_calls{0};
+
+int64_t Calls() { return num_calls; }
+
 // `spec` holds four integers for each argument of `kernel`: see Kind. Index is that of a constant
 // or of a call argument.
 ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants) {
@@ -72,8 +79,10 @@ ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<f
             values[i] = &swapped[num_swapped++].tensor;
           }
         }
+        ++num_calls;
         kernel.CallPacked(values, static_cast<int32_t>(arguments.size()), result);
       });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adapt, Adapt);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(calls, Calls);

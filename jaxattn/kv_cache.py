@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 import torch_core
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
-from . import _ffi, _launch
+from . import _device, _ffi, _launch
 from .decode import AnyArray, Scale
 
 
@@ -73,9 +73,37 @@ def append_kv(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
-    call = functools.partial(_append_call, problem)
+    call = _scatter if _device.environment().capability else _append_call
+    call = functools.partial(call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
+
+
+def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
+    """XLA's own scatter, which writes in place and can be captured: the way on a GPU."""
+    places = arrays.positions if arrays.slots is None else arrays.slots
+    page, offset = places // problem.page_size, places % problem.page_size
+    if arrays.slots is None:
+        requests = arrays.request_ids
+        requests = jnp.arange(places.shape[0]) if requests is None else requests
+        page = arrays.page_table[requests, page]
+    # A page past the end is dropped; a negative one would count from the end.
+    page = jnp.where((places < 0) | (page < 0), arrays.key_cache.shape[0], page)
+    index = (page, offset) if problem.kv_layout == "NHD" else (page, slice(None), offset)
+    pairs = ((arrays.key_cache, arrays.key), (arrays.value_cache, arrays.value))
+    return tuple(
+        cache.at[index].set(_to_cache(new, cache.dtype, scale), mode="drop", unique_indices=True)
+        for (cache, new), scale in zip(pairs, scales, strict=True)
+    )
+
+
+def _to_cache(rows: Array, dtype: Any, scale: Array) -> Array:
+    """rows / scale in the cache's dtype; fp8 saturates."""
+    rows = rows.astype(jnp.float32) / scale
+    if jnp.dtype(dtype).itemsize == 1:
+        limit = float(jnp.finfo(dtype).max)
+        rows = jnp.clip(rows, -limit, limit)
+    return rows.astype(dtype)
 
 
 def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:

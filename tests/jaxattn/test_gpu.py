@@ -1,0 +1,222 @@
+"""The bridge on a GPU: bits of torch_core, capture, no Python in steady state."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jaxattn
+import torch_core
+from jaxattn import _ffi
+from tests import inputs
+from tests.inputs import Case
+
+pytestmark = pytest.mark.gpu
+
+BASE = Case(
+    "base",
+    (5, 1, 17, 300, 64, 0, 0, 640),
+    num_qo_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    page_size=64,
+    dtype="bfloat16",
+)
+E4M3 = dict(kv_dtype="float8_e4m3fn", options=dict(k_scale=0.3, v_scale=0.7))
+DRAFTS = dict(seq_lens=(5, 4, 17, 300, 2, 0), q_len=4)
+CASES = [
+    BASE,
+    replace(BASE, name="e4m3_hnd_sinks", kv_layout="HND", sinks=True, **E4M3),
+    replace(BASE, name="v_scale", options=dict(v_scale=0.7)),
+    replace(BASE, name="window", options=dict(window_left=50)),
+    replace(BASE, name="drafts", **DRAFTS),
+    replace(BASE, name="draft_mask", kv_dtype="float8_e4m3fn", draft_mask="bool", **DRAFTS),
+]
+
+
+def bits(array) -> np.ndarray:
+    return inputs.to_numpy(array).view(np.uint8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bit_equal_to_torch(case):
+    arguments = case.make()
+    actual = inputs.run_jax(jaxattn.decode, arguments)
+    assert np.array_equal(
+        bits(actual), bits(inputs.run_torch(torch_core.decode, arguments, "cuda"))
+    )
+
+
+def test_traced_scales_equal_numbers():
+    arguments = CASES[1].make()
+    numbers = inputs.run_jax(jaxattn.decode, arguments)
+    traced = arguments | dict(
+        k_scale=np.float32(0.3).reshape(()), v_scale=np.float32(0.7).reshape(())
+    )
+    compare = inputs.run_jax(jaxattn.decode, traced)
+    np.testing.assert_allclose(compare.astype(np.float32), numbers.astype(np.float32), rtol=2e-2)
+
+
+def model(layers: int, num_pages: int, seed: int = 0):
+    """A decode step of `layers` append + decode layers with a residual, and its state."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shape = (num_pages, 64, 8, 128)
+    pool = jax.random.normal(keys[0], (layers, 2, *shape), jnp.bfloat16)
+    caches = [(pool[layer, 0], pool[layer, 1]) for layer in range(layers)]
+    query = jax.random.normal(keys[1], (4, 64, 128), jnp.bfloat16)
+    page_table = jax.random.permutation(keys[2], num_pages).reshape(4, -1).astype(jnp.int32)
+
+    def step(query, caches, page_table, seq_lens):
+        new_caches = []
+        for key_cache, value_cache in caches:
+            key = query[:, ::8]
+            key_cache, value_cache = jaxattn.append_kv(
+                key, key * 2, key_cache, value_cache, page_table, positions=seq_lens - 1
+            )
+            out = jaxattn.decode(query, key_cache, value_cache, page_table, seq_lens)
+            query = (query + out).astype(jnp.bfloat16) / 2
+            new_caches.append((key_cache, value_cache))
+        return query, new_caches
+
+    return step, query, caches, page_table
+
+
+def test_no_python_and_right_over_1000_donated_steps():
+    """A jitted step with donated caches, against a torch loop now and then; no Python callback."""
+    step, query, caches, page_table = model(3, 64)
+    jitted = jax.jit(step, donate_argnums=1)
+    seq_lens = jnp.array([1, 7, 20, 3], jnp.int32)
+    before = _ffi.python_calls
+    for index in range(1000):
+        checked = index % 100 == 0
+        if checked:
+            expected = torch_step(query, caches, page_table, seq_lens)
+        query, caches = jitted(query, caches, page_table, seq_lens)
+        if checked:
+            assert np.array_equal(bits(query), bits(expected)), f"step {index}"
+        seq_lens = seq_lens % 900 + 1
+    assert _ffi.python_calls == before
+
+
+def torch_step(query, caches, page_table, seq_lens) -> torch.Tensor:
+    """The step of `model` in torch, on copies."""
+    query, table, lens = (torch.from_dlpack(jnp.copy(x)) for x in (query, page_table, seq_lens))
+    for pair in caches:
+        key_cache, value_cache = (torch.from_dlpack(jnp.copy(cache)) for cache in pair)
+        key = query[:, ::8]
+        torch_core.append_kv(key, key * 2, key_cache, value_cache, table, positions=lens - 1)
+        query = (query + torch_core.decode(query, key_cache, value_cache, table, lens)) / 2
+    return query
+
+
+@pytest.mark.parametrize("loop", ["scan", "while_loop"])
+def test_captured_in_loops(loop):
+    """Inside a loop the launches are recorded once: far fewer adapter calls than iterations."""
+    step, query, caches, page_table = model(2, 64)
+    steps = 200
+
+    def body(carry, _):
+        query, caches, seq_lens = carry
+        query, caches = step(query, caches, page_table, seq_lens)
+        return (query, caches, seq_lens % 900 + 1), query
+
+    def run(query, caches, seq_lens):
+        if loop == "scan":
+            return jax.lax.scan(body, (query, caches, seq_lens), None, length=steps)[0]
+        return jax.lax.fori_loop(0, steps, lambda _, c: body(c, None)[0], (query, caches, seq_lens))
+
+    seq_lens = jnp.array([1, 7, 20, 3], jnp.int32)
+    expected_query, expected_caches, lens = (
+        query,
+        [tuple(map(jnp.copy, c)) for c in caches],
+        seq_lens,
+    )
+    jitted = jax.jit(step)
+    for _ in range(steps):
+        expected_query, expected_caches = jitted(expected_query, expected_caches, page_table, lens)
+        lens = lens % 900 + 1
+    compiled = jax.jit(run, donate_argnums=1).lower(query, caches, seq_lens).compile()
+    before = _ffi.kernel_calls()
+    result, *_ = compiled(query, caches, seq_lens)
+    result.block_until_ready()
+    assert _ffi.kernel_calls() - before < steps
+    assert np.array_equal(bits(result), bits(expected_query))
+
+
+def test_r1_r26_operands_computed_right_before():
+    """Query, lengths and tables made by the same program just before: no stale read in 100 runs."""
+    arguments = BASE.make()
+    weights = jax.random.normal(jax.random.key(0), (128, 128), jnp.bfloat16)
+    arrays = {name: inputs.to_jax(value) for name, value in arguments.items()
+              if isinstance(value, np.ndarray)}  # fmt: skip
+
+    def parts(query, seq_lens, bump):
+        for _ in range(4):
+            query = jnp.tanh(query @ weights)
+        return query, jnp.cumsum(jnp.ones_like(seq_lens)) * bump
+
+    def whole(arrays, bump):
+        query, lens = parts(arrays["query"], arrays["seq_lens"], bump)
+        return jaxattn.decode(**arrays | dict(query=query, seq_lens=lens)) * 2
+
+    table = np.arange(8 * 11, dtype=np.int32).reshape(8, 11) % arguments["key_cache"].shape[0]
+    arrays["page_table"] = jnp.asarray(table)
+    jitted, first, second = jax.jit(whole), jax.jit(parts), jax.jit(jaxattn.decode)
+    for bump in range(100):
+        bump = jnp.int32(bump % 80)
+        query, lens = jax.block_until_ready(first(arrays["query"], arrays["seq_lens"], bump))
+        expected = jax.block_until_ready(second(**arrays | dict(query=query, seq_lens=lens))) * 2
+        assert np.array_equal(bits(jitted(arrays, bump)), bits(expected))
+
+
+def test_independent_calls_and_programs_in_flight():
+    """Two independent split calls in one program, and two programs in flight, stay right."""
+    arguments = Case("long", (9000, 8000), num_qo_heads=64, num_kv_heads=8, head_dim=128,
+                     page_size=64, dtype="bfloat16").make()  # fmt: skip
+    arrays = {name: inputs.to_jax(v) for name, v in arguments.items() if isinstance(v, np.ndarray)}
+    expected = jax.jit(jaxattn.decode)(**arrays)
+
+    def both(arrays):
+        other = arrays | dict(query=arrays["query"][::-1])
+        return jaxattn.decode(**arrays), jaxattn.decode(**other)
+
+    pair, single = jax.jit(both), jax.jit(functools.partial(jaxattn.decode, sm_scale=128**-0.5))
+    reversed_expected = jax.jit(jaxattn.decode)(**arrays | dict(query=arrays["query"][::-1]))
+    for _ in range(50):
+        results = pair(arrays), single(**arrays), pair(arrays)
+        assert np.array_equal(bits(results[1]), bits(expected))
+        for first, second in (results[0], results[2]):
+            assert np.array_equal(bits(first), bits(expected))
+            assert np.array_equal(bits(second), bits(reversed_expected))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_append_equals_reference(dtype, kv_layout):
+    rng = np.random.default_rng(0)
+    tokens = (64, 8) if kv_layout == "NHD" else (8, 64)
+    cache = inputs.normal(rng, (12, *tokens, 128), inputs.DTYPES[dtype])
+    key = inputs.normal(rng, (5, 8, 128), inputs.DTYPES["bfloat16"])
+    call = dict(key=key, value=key[::-1].copy(), key_cache=cache, value_cache=cache[::-1].copy(),
+                page_table=np.array([[3, 1], [7, 9]], np.int32),
+                positions=np.array([0, 127, -1, 64, 5], np.int32),
+                request_ids=np.array([0, 0, 0, 1, 1], np.int32),
+                kv_layout=kv_layout, k_scale=0.25, v_scale=2.0)  # fmt: skip
+    expected = inputs.run_torch(torch_core.append_kv, call)
+    actual = inputs.run_jax(jaxattn.append_kv, call)
+    for one, other in zip(actual, expected, strict=True):
+        assert np.array_equal(bits(one), bits(other))
+
+
+def test_reference_by_name_runs_on_the_gpu():
+    arguments = BASE.make()
+    named = inputs.run_jax(jaxattn.decode, arguments, backend="reference", return_lse=True)
+    expected = inputs.run_torch(torch_core.decode, arguments, return_lse=True)
+    for one, other in zip(named, expected, strict=True):
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), rtol=2e-2, atol=1e-2
+        )
