@@ -1,11 +1,10 @@
 """Paged attention for JAX: pure functions over torch_core's kernels, without copies."""
 
-from torch_core.dispatch import explain as explain
-from torch_core.dispatch import supported as supported
-
 from .decode import decode as decode
 from .interop import to_jax as to_jax
 from .interop import to_torch as to_torch
 from .kv_cache import append_kv as append_kv
 from .kv_cache import merge_states as merge_states
 from .prefill import prefill as prefill
+from .support import explain as explain
+from .support import supported as supported

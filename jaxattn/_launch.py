@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import torch_core
 from torch_core import dispatch
 from torch_core.binding import Ops
 from torch_core.problem import (
@@ -71,9 +70,9 @@ def attend(
     """Runs a decode or prefill call; `options` are its static arguments."""
     require_jax(**inputs._asdict())
     problem, inputs = DESCRIBE[phase](inputs, **options)
-    kernel = dispatch.choose(problem, _device.environment(), backend)
     if plan is not None:
-        raise ValueError(f"plan must be None: kernel {kernel.name!r} needs no plan")
+        raise ValueError("plan must be None: no kernel of this version needs a plan")
+    kernel = dispatch.choose(problem, _device.environment(), backend)
     module = dispatch.load(kernel)
     scales = {name: getattr(inputs, name) for name in SCALES}
     if hasattr(module, "scales"):
@@ -127,7 +126,10 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
         folded = arrays._replace(**{name: merged(name) for name in names})
         if "key_cache" in names:
             first_page = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * num_pages, problem.batch)
-            folded = folded._replace(page_table=folded.page_table + first_page[:, None])
+            # An id outside its own pool must not become one of a neighbour's.
+            own = (folded.page_table >= 0) & (folded.page_table < problem.num_pages)
+            page_table = jnp.where(own, folded.page_table + first_page[:, None], -1)
+            folded = folded._replace(page_table=page_table)
             num_pages *= size
         larger = dataclasses.replace(
             problem,
@@ -150,7 +152,10 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
     names = [name for name, array in arrays._asdict().items() if array is not None]
     integers, soft_cap = pack_options(static_options(problem))
     operands = [np.array(integers, np.int32), np.array([soft_cap], np.float32)]
-    operands += [jnp.stack(list(scales.values())), *(getattr(arrays, name) for name in names)]
+    operands += [
+        jnp.stack([scales[name] for name in SCALES]),
+        *(getattr(arrays, name) for name in names),
+    ]
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
@@ -197,6 +202,18 @@ def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
     integers, soft_cap, scales, *rest = tensors
     arrays, results = rest[: len(names)], rest[len(names) :]
     inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales.tolist(), strict=True))
-    options = unpack_options(phase, integers.tolist(), soft_cap.item())
-    out = tuple(results) if options["return_lse"] else results[0]
-    getattr(torch_core, phase)(**inputs, **options, backend=backend, out=out)
+    problem = _described(
+        phase,
+        tuple((name, tuple(x.shape), str(x.dtype)) for name, x in zip(names, arrays, strict=True)),
+        tuple(integers.tolist()),
+        soft_cap.item(),
+    )
+    module = dispatch.load(dispatch.find(phase, backend))
+    module.run(problem, AttentionInputs(**inputs), *results)
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(phase: str, arrays: tuple, integers: tuple[int, ...], soft_cap: float) -> Any:
+    """The problem of a call that was checked when it was traced."""
+    inputs = AttentionInputs(**{name: dispatch.Spec(shape, dtype) for name, shape, dtype in arrays})
+    return DESCRIBE[phase](inputs, **unpack_options(phase, integers, soft_cap))[0]

@@ -61,6 +61,7 @@ def decode(
         q_len: query rows of each request, a Python int.
         draft_mask: bool [batch, q_len, q_len], whether row i sees draft token j, or the same packed
             as uint16 [batch, q_len, 2 * ceil(q_len / 32)], lowest bit first. Default: causal.
+        kv_layout: "NHD" or "HND", order of the cache's axes.
         return_lse: also return the log-sum-exp of the scores.
         batch_invariant: use only kernels whose result for a request does not depend on the others.
         backend: "auto", or a kernel's name (see `explain`).
@@ -73,7 +74,8 @@ def decode(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel runs this call, or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, page ids or lengths out of range.
+        jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time,
+            page ids or lengths out of range.
 
     Caller's contract: page ids that are read lie in [0, num_pages) and seq_lens in
     [0, pages_per_seq * page_size].

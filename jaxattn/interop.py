@@ -21,6 +21,9 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         array: a concrete array on one device; a floating dtype that `decode` accepts, bool, int8,
             uint8, int32, uint16 or uint32.
 
+    Returns:
+        A tensor on the array's device.
+
     Raises:
         TypeError: not a concrete jax.Array, or another dtype (64-bit ones among them).
         ValueError: the array lies on several devices.
@@ -43,6 +46,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Args:
         tensor: contiguous; a floating dtype that `decode` accepts, bool, int8, uint8, int32,
             uint16 or uint32. A gradient is not carried over.
+
+    Returns:
+        An array on the tensor's device. A CPU tensor whose memory is not aligned to 64 bytes (a
+        slice, say; new tensors are) is copied: XLA requires the alignment.
 
     Raises:
         TypeError: not a torch.Tensor, or another dtype (64-bit ones among them).

@@ -46,10 +46,14 @@ def append_kv(
         k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
         kv_layout: "NHD" or "HND".
 
+    Returns:
+        (key_cache, value_cache) with the new tokens.
+
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, a place that does not exist.
+        jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time,
+            a place that does not exist.
 
     Caller's contract: no two rows have the same place, and every place exists.
     """

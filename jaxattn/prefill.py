@@ -65,7 +65,8 @@ def prefill(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel runs this call, or vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, page ids or lengths out of range.
+        jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time,
+            page ids or lengths out of range.
 
     Caller's contract: as in `decode`; cu_seqlens_q rises from 0 to at most total_q and no length
     exceeds max_seqlen_q.

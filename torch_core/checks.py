@@ -12,6 +12,9 @@ QUERY_DTYPES = (*HALF, "float32", "float8_e4m3fn")
 CACHE_DTYPES = (*HALF, "float32", *FP8)
 KV_LAYOUTS = ("NHD", "HND")
 INT32_MAX = 2**31 - 1
+# The normal range of float32, which kernels compute in.
+FLOAT32_MAX = 2.0**128 - 2.0**104
+FLOAT32_TINY = 2.0**-126
 
 
 def dtype_name(array: Any) -> str:
@@ -86,8 +89,11 @@ def scale(name: str, value: Any, *, positive: bool = True) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        result = float(value)
-        if not math.isfinite(result) or (positive and result <= 0):
+        try:
+            result = float(value)
+        except OverflowError:
+            result = math.inf
+        if not abs(result) <= FLOAT32_MAX or (positive and result < FLOAT32_TINY):
             kind = "a positive finite number" if positive else "a finite number"
             raise ValueError(f"{name} must be {kind}, got {value!r}")
         return result

@@ -352,16 +352,21 @@ def explain_problem(
     return Explanation(chosen, reasons)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(problem: AttentionProblem, environment: Environment, backend: str = "auto") -> Kernel:
     """The row that runs the call; fixed before any launch. NotImplementedError where none can."""
+    return _choose(problem, environment, checks.choice("backend", backend, BACKENDS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(problem: AttentionProblem, environment: Environment, backend: str) -> Kernel:
     explanation = explain_problem(problem, environment, backend)
     if explanation.kernel is not None:
         return explanation.kernel
     if backend != "auto":
         reason = explanation.reasons.get(backend, f"it has no {problem.phase} kernel")
         raise NotImplementedError(f"backend {backend!r} cannot run this {problem.phase}: {reason}")
-    raise NotImplementedError(f"no kernel runs this {problem.phase}:\n{explanation}")
+    reasons = "\n".join(f"{name}: {reason}" for name, reason in explanation.reasons.items())
+    raise NotImplementedError(f"no kernel runs this {problem.phase}:\n{reasons}")
 
 
 def find(phase: str, name: str) -> Kernel:
@@ -384,7 +389,7 @@ def environment(capability: int) -> Environment:
     )
 
 
-class _Spec(NamedTuple):
+class Spec(NamedTuple):
     """Shape and dtype of an argument that does not exist yet."""
 
     shape: tuple[int, ...]
@@ -443,14 +448,14 @@ def explain(
     kv_dtype = kv_dtype or query_dtype
     cache_dtype = "float8_e4m3fn" if kv_dtype == NVFP4 else kv_dtype
     tokens = (page_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, page_size)
-    cache = _Spec((1, *tokens, head_dim), cache_dtype)
+    cache = Spec((1, *tokens, head_dim), cache_dtype)
     inputs = AttentionInputs(
-        query=_Spec((q_len, num_qo_heads, head_dim), query_dtype),
+        query=Spec((q_len, num_qo_heads, head_dim), query_dtype),
         key_cache=cache,
         value_cache=cache,
-        page_table=_Spec((1, 1), "int32"),
-        seq_lens=_Spec((1,), "int32"),
-        sinks=_Spec((num_qo_heads,), "float32") if sinks else None,
+        page_table=Spec((1, 1), "int32"),
+        seq_lens=Spec((1,), "int32"),
+        sinks=Spec((num_qo_heads,), "float32") if sinks else None,
     )
     options: dict[str, Any] = dict(
         kv_layout=kv_layout,
@@ -461,10 +466,10 @@ def explain(
     )
     problem: AttentionProblem
     if phase == "decode":
-        mask = _Spec((1, q_len, q_len), "bool") if draft_mask else None
+        mask = Spec((1, q_len, q_len), "bool") if draft_mask else None
         problem, _ = describe_decode(inputs._replace(draft_mask=mask), q_len=q_len, **options)
     else:
-        inputs = inputs._replace(cu_seqlens_q=_Spec((2,), "int32"))
+        inputs = inputs._replace(cu_seqlens_q=Spec((2,), "int32"))
         problem, _ = describe_prefill(inputs, max_seqlen_q=q_len, causal=causal, **options)
     problem = dataclasses.replace(problem, kv_dtype=kv_dtype)
     if capability is None:
@@ -473,10 +478,20 @@ def explain(
 
 
 def supported(phase: str, **arguments: Any) -> bool:
-    """Whether some kernel runs a call; takes the arguments of `explain`, never raises on values."""
+    """Whether some kernel runs a call; takes the arguments of `explain`.
+
+    Args:
+        phase: "decode" or "prefill".
+
+    Returns:
+        bool; False also for arguments that no call accepts.
+
+    Raises:
+        Nothing on their account.
+    """
     try:
         return explain(phase, **arguments).kernel is not None
-    except ValueError:
+    except (ValueError, TypeError):
         return False
 
 

@@ -37,6 +37,9 @@ def append_kv(
         k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
         kv_layout: "NHD" or "HND".
 
+    Returns:
+        (key_cache, value_cache), the tensors that were passed.
+
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
 
@@ -57,7 +60,7 @@ def append_kv(
     )
     problem, inputs = describe_append(inputs, kv_layout=kv_layout)
     launch.require_same_device(**inputs._asdict())
-    launch.require_no_grad("append_kv", key, value, key_cache, value_cache)
+    launch.require_no_grad("append_kv", *inputs)
     if torch.compiler.is_compiling():
         _append_op(*inputs[:-2], *_split(inputs.k_scale), *_split(inputs.v_scale), kv_layout)
     else:

@@ -1,6 +1,5 @@
 """From a described call to its kernel: choose, allocate, run; and the form torch.compile takes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,21 +15,23 @@ def attend(
     phase: str, inputs: AttentionInputs, *, out: Any, backend: str, plan: Any = None, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs a decode or prefill call; `options` are its static arguments."""
+    problem, inputs = DESCRIBE[phase](inputs, **options)
+    require_same_device(**inputs._asdict())
+    require_no_grad(phase, *inputs)
+    if plan is not None:
+        raise ValueError("plan must be None: no kernel of this version needs a plan")
     if torch.compiler.is_compiling():
+        if out is not None:
+            _outputs(problem, inputs.query.device, out)
         result = _compiled(phase, inputs, backend, options)
         if out is None:
             return result
         for target, value in zip(_pair(out), _pair(result), strict=True):
             target.copy_(value)
         return out
-    problem, inputs = DESCRIBE[phase](inputs, **options)
-    require_same_device(**inputs._asdict())
-    require_no_grad(phase, inputs.query, inputs.key_cache, inputs.value_cache)
     kernel = dispatch.choose(
         problem, dispatch.environment(dispatch.device_capability(inputs.query.device)), backend
     )
-    if plan is not None:
-        raise ValueError(f"plan must be None: kernel {kernel.name!r} needs no plan")
     result, lse = _outputs(problem, inputs.query.device, out)
     with torch.no_grad():
         dispatch.load(kernel).run(problem, inputs, result, lse, None)
@@ -65,9 +66,13 @@ def require_out(
     if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, device):
         error = TypeError if tensor.dtype != dtype else ValueError
         raise error(
-            f"out: {name} must be {dtype} {list(shape)} on {device}, "
-            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            f"out: {name} must be {_short(dtype)} {list(shape)} on {device}, "
+            f"got {_short(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
         )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def require_same_device(**tensors: Any) -> None:
@@ -84,9 +89,11 @@ def require_same_device(**tensors: Any) -> None:
             raise ValueError(f"{name} must be on {device} like the others, got {tensor.device}")
 
 
-def require_no_grad(name: str, *tensors: torch.Tensor) -> None:
+def require_no_grad(name: str, *values: Any) -> None:
     """The kernels have no backward pass; a silent zero gradient would be worse than an error."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    ):
         raise NotImplementedError(
             f"torch_core.{name} is for inference and has no gradient: call it under "
             "torch.inference_mode() or torch.no_grad()"
@@ -98,11 +105,10 @@ def _pair(value: Any) -> tuple:
 
 
 def _compiled(phase: str, inputs: AttentionInputs, backend: str, options: dict[str, Any]) -> Any:
-    """The call as one opaque operator, whose checks run when torch.compile first meets it."""
+    """A checked call as one opaque operator."""
     arrays, scales = list(inputs[:_NUM_ARRAYS]), inputs[_NUM_ARRAYS:]
     tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
-    # NaN stands for "not given", which a list of floats cannot hold.
-    numbers = [math.nan if s is None or isinstance(s, torch.Tensor) else float(s) for s in scales]
+    numbers = [1.0 if isinstance(scale, torch.Tensor) else scale for scale in scales]
     integers, soft_cap = pack_options(options)
     result = _attention_op(phase, arrays, tensors, numbers, integers, soft_cap, backend)
     return result if options["return_lse"] else result[0]
@@ -110,10 +116,8 @@ def _compiled(phase: str, inputs: AttentionInputs, backend: str, options: dict[s
 
 def _unpacked(phase, arrays, tensors, numbers, integers, soft_cap):
     """Undoes the packing of `_compiled`."""
-    scales = [
-        tensor if tensor is not None else None if math.isnan(number) else number
-        for tensor, number in zip(tensors, numbers, strict=True)
-    ]
+    pairs = zip(tensors, numbers, strict=True)
+    scales = [number if tensor is None else tensor for tensor, number in pairs]
     return AttentionInputs(*arrays, *scales), unpack_options(phase, integers, soft_cap)
 
 

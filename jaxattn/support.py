@@ -1,0 +1,20 @@
+"""Which kernel a call gets on JAX's device."""
+
+import functools
+from typing import Any
+
+from torch_core import dispatch
+
+from . import _device
+
+
+@functools.wraps(dispatch.explain)
+def explain(phase: str, *, capability: int | None = None, **arguments: Any) -> dispatch.Explanation:
+    capability = _device.environment().capability if capability is None else capability
+    return dispatch.explain(phase, capability=capability, **arguments)
+
+
+@functools.wraps(dispatch.supported)
+def supported(phase: str, *, capability: int | None = None, **arguments: Any) -> bool:
+    capability = _device.environment().capability if capability is None else capability
+    return dispatch.supported(phase, capability=capability, **arguments)
