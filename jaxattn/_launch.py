@@ -1,7 +1,7 @@
 """From a checked call to XLA: static facts, folding under vmap, refusal of gradients, operands.
 
-One target serves every configuration of a phase on a CPU: the static arguments travel as an int32
-operand that the host can read. They are data and not an index into some table, so a compiled
+One target serves every configuration of a phase on a CPU: static arguments and scales travel as one
+int32 operand that the host can read. They are data and not an index into some table, so a compiled
 program stays right in another process.
 """
 
@@ -151,11 +151,10 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
         return _call_kernel(module, problem, arrays, scales)
     names = [name for name, array in arrays._asdict().items() if array is not None]
     integers, soft_cap = pack_options(static_options(problem))
-    operands = [np.array(integers, np.int32), np.array([soft_cap], np.float32)]
-    operands += [
-        jnp.stack([scales[name] for name in SCALES]),
-        *(getattr(arrays, name) for name in names),
-    ]
+    floats = jnp.stack([np.float32(soft_cap), *(scales[name] for name in SCALES)])
+    bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
+    header = jnp.concatenate([np.array(integers, np.int32), bits])
+    operands = [header, *(getattr(arrays, name) for name in names)]
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
@@ -199,21 +198,22 @@ def static_options(problem: AttentionProblem) -> dict[str, Any]:
 
 def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
     """The other side of `_call`, on torch tensors."""
-    integers, soft_cap, scales, *rest = tensors
+    header, *rest = tensors
     arrays, results = rest[: len(names)], rest[len(names) :]
-    inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales.tolist(), strict=True))
-    problem = _described(
-        phase,
-        tuple((name, tuple(x.shape), str(x.dtype)) for name, x in zip(names, arrays, strict=True)),
-        tuple(integers.tolist()),
-        soft_cap.item(),
-    )
+    described = tuple((x.shape, x.dtype) for x in arrays)
+    problem, scales = _described(phase, tuple(names), described, header.numpy().tobytes())
     module = dispatch.load(dispatch.find(phase, backend))
-    module.run(problem, AttentionInputs(**inputs), *results)
+    module.run(
+        problem, AttentionInputs(**dict(zip(names, arrays, strict=True)), **scales), *results
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(phase: str, arrays: tuple, integers: tuple[int, ...], soft_cap: float) -> Any:
-    """The problem of a call that was checked when it was traced."""
-    inputs = AttentionInputs(**{name: dispatch.Spec(shape, dtype) for name, shape, dtype in arrays})
-    return DESCRIBE[phase](inputs, **unpack_options(phase, integers, soft_cap))[0]
+def _described(phase: str, names: tuple, arrays: tuple, header: bytes) -> tuple[Any, dict]:
+    """Problem and scales of a call that was checked when it was traced."""
+    soft_cap, *scales = np.frombuffer(header, np.float32)[-1 - len(SCALES) :].tolist()
+    integers = np.frombuffer(header, np.int32)[: -1 - len(SCALES)].tolist()
+    specs = {name: dispatch.Spec(*spec) for name, spec in zip(names, arrays, strict=True)}
+    options = unpack_options(phase, integers, soft_cap)
+    problem, _ = DESCRIBE[phase](AttentionInputs(**specs), **options)
+    return problem, dict(zip(SCALES, scales, strict=True))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32, Shaped
 
-import torch_core
+from torch_core import reference
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
 from . import _device, _ffi, _launch
@@ -130,7 +130,9 @@ def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
     inputs = dict(zip(names, arrays, strict=True))
     inputs.update(key_cache=key_cache, value_cache=value_cache)
     k_scale, v_scale = scales.tolist()
-    torch_core.append_kv(**inputs, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout)
+    page_size = key_cache.shape[1 if kv_layout == "NHD" else 2]
+    problem = AppendProblem(page_size, kv_layout)
+    reference.append(problem, AppendInputs(**inputs, k_scale=k_scale, v_scale=v_scale))
 
 
 def merge_states(

@@ -369,11 +369,13 @@ def _choose(problem: AttentionProblem, environment: Environment, backend: str) -
     raise NotImplementedError(f"no kernel runs this {problem.phase}:\n{reasons}")
 
 
+@functools.cache
 def find(phase: str, name: str) -> Kernel:
     """The row of a kernel by phase and name."""
     return next(kernel for kernel in TABLE if (kernel.phase, kernel.name) == (phase, name))
 
 
+@functools.cache
 def load(kernel: Kernel) -> Any:
     """The module whose `run(problem, inputs, out, lse, workspace)` is the kernel."""
     return importlib.import_module(f"torch_core.{kernel.module}")

@@ -1,8 +1,7 @@
 """Attention over a paged cache in plain torch: the definition of every number, and the backend of
 a machine without a GPU. Computes in float32, or in the dtype given as `compute_dtype`."""
 
-import contextlib
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from .problem import (
     AttentionInputs,
     AttentionProblem,
     DecodeProblem,
-    PrefillProblem,
 )
 
 # Bound on the elements of one intermediate (scores, gathered keys); longer work goes in pieces.
@@ -55,65 +53,55 @@ def run(
     *,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Runs a described call. Reads the lengths on the host, so a GPU synchronises."""
-    lengths, page_table = _on_host(inputs.seq_lens), _on_host(inputs.page_table)
-    _check_lengths(problem, lengths, page_table)
-    rows: Any = problem.q_len if isinstance(problem, DecodeProblem) else None
-    offsets = None
-    if isinstance(problem, PrefillProblem):
-        offsets = _on_host(inputs.cu_seqlens_q)
+    """Runs a described call. Reads lengths and page ids on the host, so a GPU synchronises."""
+    lengths = inputs.seq_lens.tolist()
+    pages = _used_pages(problem, inputs, lengths)
+    offsets: list[int] = []
+    if isinstance(problem, DecodeProblem):
+        seen = problem.q_len * sum(lengths)
+    else:
+        offsets = inputs.cu_seqlens_q.tolist()
         _check_offsets(problem, offsets)
-        rows = np.diff(offsets)
-    keys = int((lengths.astype(np.int64) * rows).sum())
-    with _threads_for(keys * problem.num_qo_heads * problem.head_dim):
-        if offsets is None:
-            _decode(problem, inputs, out, lse, compute_dtype, lengths, page_table)
-        else:
-            _prefill(problem, inputs, out, lse, compute_dtype, lengths, page_table, offsets)
-
-
-@contextlib.contextmanager
-def _threads_for(products: int) -> Iterator[None]:
-    """Keeps small work on one thread: waking others takes longer, and milliseconds where XLA's own
-    threads hold the cores. Costs under a microsecond."""
-    before = torch.get_num_threads()
-    if products < ONE_THREAD_PRODUCTS:
+        seen = sum((e - b) * n for b, e, n in zip(offsets, offsets[1:], lengths, strict=False))
+    # Waking other threads takes longer than small work, and milliseconds where XLA's own threads
+    # hold the cores.
+    threads = torch.get_num_threads()
+    if seen * problem.num_qo_heads * problem.head_dim < ONE_THREAD_PRODUCTS:
         torch.set_num_threads(1)
     try:
-        yield
+        if isinstance(problem, DecodeProblem):
+            _decode(problem, inputs, out, lse, compute_dtype, lengths, pages)
+        else:
+            _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
-def _decode(problem, inputs, out, lse, compute_dtype, lengths, page_table) -> None:
-    live = np.flatnonzero(lengths)
+def _decode(problem, inputs, out, lse, compute_dtype, lengths, pages) -> None:
+    live = [request for request, length in enumerate(lengths) if length]
     if len(live) < problem.batch:
         out.zero_()
         if lse is not None:
             lse.copy_(_empty_row_lse(inputs).expand(problem.lse_shape))
     rows = (problem.batch, problem.q_len)
-    query = inputs.query.unflatten(0, rows)
-    out, lse = out.unflatten(0, rows), None if lse is None else lse.unflatten(0, rows)
-    draft_mask = None if inputs.draft_mask is None else _on_host(inputs.draft_mask)
+    query, out = (array.view(*rows, *array.shape[1:]) for array in (inputs.query, out))
+    lse = None if lse is None else lse.view(*rows, problem.num_qo_heads)
     # Requests of one piece are padded to its longest; a request alone has its own length, so that
     # its bits do not depend on the others.
     per_token = max(problem.num_qo_heads * problem.q_len, problem.num_kv_heads * problem.head_dim)
-    step = PIECE_ELEMENTS // (per_token * max(lengths.max(initial=0), 1))
-    step = 1 if problem.batch_invariant else max(1, step)
+    step = max(1, PIECE_ELEMENTS // (per_token * max(lengths, default=0) + 1))
+    step = 1 if problem.batch_invariant else step
     for start in range(0, len(live), step):
         piece = live[start : start + step]
-        piece_lengths = lengths[piece]
-        length = int(piece_lengths.max())
-        visible = None
-        if length > piece_lengths.min() or problem.q_len > 1 or problem.window_left >= 0:
-            positions = piece_lengths[:, None] - problem.q_len + np.arange(problem.q_len)
-            visible = _visible(problem, positions, piece_lengths, length)
-        if draft_mask is not None:
-            draft = _draft_visible(problem, draft_mask[piece], piece_lengths, length)
-            visible = draft if visible is None else visible & draft
         whole = len(piece) == problem.batch
-        index = slice(None) if whole else torch.from_numpy(piece).to(query.device)
-        key, value = _gather(problem, inputs, page_table[piece], length)
+        index = slice(None) if whole else torch.tensor(piece, device=query.device)
+        piece_lengths = [lengths[request] for request in piece]
+        length = max(piece_lengths)
+        visible = None
+        ragged = min(piece_lengths) < length
+        if ragged or problem.q_len > 1 or problem.window_left >= 0 or not problem.causal:
+            visible = _visible_to_decode(problem, inputs, piece, piece_lengths, length)
+        key, value = _gather(problem, inputs, pages[index], length)
         result, result_lse = _attend(
             problem, inputs, query[index], key, value, visible, compute_dtype, lse is not None
         )
@@ -122,20 +110,20 @@ def _decode(problem, inputs, out, lse, compute_dtype, lengths, page_table) -> No
             lse[index] = result_lse.to(lse.dtype)
 
 
-def _prefill(problem, inputs, out, lse, compute_dtype, lengths, page_table, offsets) -> None:
-    out[int(offsets[-1]) :] = 0
+def _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets) -> None:
+    out[offsets[-1] :] = 0
     if lse is not None:
-        lse[int(offsets[-1]) :] = _empty_row_lse(inputs)
-    for request, length in enumerate(lengths.tolist()):
-        begin, end = offsets[request : request + 2].tolist()
+        lse[offsets[-1] :] = _empty_row_lse(inputs)
+    for request, length in enumerate(lengths):
+        begin, end = offsets[request], offsets[request + 1]
         if begin == end:
             continue
-        key, value = _gather(problem, inputs, page_table[request : request + 1], length)
+        key, value = _gather(problem, inputs, pages[request : request + 1], length)
         step = max(1, PIECE_ELEMENTS // (problem.num_qo_heads * max(length, 1)))
         for first in range(begin, end, step):
             last = min(first + step, end)
             positions = length - end + np.arange(first, last)[None]
-            visible = _visible(problem, positions, lengths[request : request + 1], length)
+            visible = _visible(problem, positions, np.array([length]), length)
             query = inputs.query[None, first:last]
             result, result_lse = _attend(
                 problem, inputs, query, key, value, visible, compute_dtype, lse is not None
@@ -164,7 +152,9 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype, with_lse
         unseen = torch.from_numpy(~visible.any(1)).to(query.device)[:, :, None, None]
         key, value = (_bytes(x).masked_fill_(unseen, 0).view(x.dtype) for x in (key, value))
     # [batch, num_kv_heads, group_size * rows, head_dim]
-    q = query.to(compute_dtype).unflatten(2, heads).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    batch, head_dim = query.shape[0], problem.head_dim
+    q = query.to(compute_dtype).reshape(batch, rows, *heads, head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, heads[0], heads[1] * rows, head_dim)
     k, v = key.to(compute_dtype).transpose(1, 2), value.to(compute_dtype).transpose(1, 2)
     plain = problem.soft_cap is None and inputs.sinks is None and not with_lse
     if plain and length and (visible is None or visible.any(-1).all()):
@@ -181,7 +171,8 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype, with_lse
         weights, lse = _softmax(scores, inputs.sinks, heads)
         out = weights.flatten(2, 3) @ v
         lse = lse.permute(0, 3, 1, 2).flatten(2, 3)
-    out = out.unflatten(2, (problem.group_size, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out = out.view(batch, *heads, rows, head_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(batch, rows, problem.num_qo_heads, head_dim)
     v_scale = float(inputs.v_scale)
     return out if v_scale == 1.0 else out.mul_(v_scale), lse
 
@@ -221,71 +212,73 @@ def _visible(problem, positions, lengths, length) -> np.ndarray:
     return visible
 
 
-def _draft_visible(problem, draft_mask, lengths, length) -> np.ndarray:
-    """bool [batch, q_len, length]: the whole prefix, and in the block what the mask allows."""
+def _visible_to_decode(problem, inputs, piece, piece_lengths, length) -> np.ndarray:
+    """bool [batch, q_len, length] for the requests of a piece: in the draft block, what the mask
+    allows."""
+    lengths = np.array(piece_lengths)
+    block_start = lengths[:, None] - problem.q_len
+    visible = _visible(problem, block_start + np.arange(problem.q_len), lengths, length)
+    if problem.causal:
+        return visible
+    mask = inputs.draft_mask.cpu().numpy()[piece]
     if problem.draft_mask == "packed":
-        bits = draft_mask[..., None] >> np.arange(16, dtype=np.uint16) & 1
-        draft_mask = bits.reshape(*draft_mask.shape[:2], -1)[..., : problem.q_len].astype(bool)
-    column = np.arange(length) - (lengths[:, None] - problem.q_len)
-    index = np.broadcast_to(
-        column.clip(0, problem.q_len - 1)[:, None], (*draft_mask.shape[:2], length)
-    )
-    return (column < 0)[:, None] | np.take_along_axis(draft_mask, index, 2)
+        bits = mask[..., None] >> np.arange(16, dtype=np.uint16) & 1
+        mask = bits.reshape(*mask.shape[:2], -1)[..., : problem.q_len].astype(bool)
+    column = np.arange(length) - block_start
+    index = np.broadcast_to(column.clip(0, problem.q_len - 1)[:, None], visible.shape)
+    return visible & ((column < 0)[:, None] | np.take_along_axis(mask, index, 2))
 
 
-def _gather(problem, inputs, page_table, length) -> list[torch.Tensor]:
+def _gather(problem, inputs, pages, length) -> list[torch.Tensor]:
     """Copies of each request's first `length` tokens: [batch, length, num_kv_heads, head_dim]."""
-    batch, count = len(page_table), -(-length // problem.page_size)
-    # A short request's table may hold anything past its pages.
-    pages = page_table[:, :count].clip(0, max(problem.num_pages - 1, 0)).reshape(-1)
-    index = torch.from_numpy(pages).to(inputs.query.device)
+    batch, index = pages.shape[0], pages[:, : -(-length // problem.page_size)].reshape(-1)
     gathered = []
     for cache in (inputs.key_cache, inputs.value_cache):
         tokens = _bytes(cache).index_select(0, index).view(cache.dtype)
         tokens = tokens if problem.kv_layout == "NHD" else tokens.transpose(1, 2)
-        tokens = tokens.reshape(batch, count * problem.page_size, *tokens.shape[2:])
+        size = index.numel() // batch * problem.page_size
+        tokens = tokens.reshape(batch, size, problem.num_kv_heads, problem.head_dim)
         gathered.append(tokens[:, :length])
     return gathered
 
 
-def _on_host(array: torch.Tensor) -> np.ndarray:
-    return array.cpu().numpy()
-
-
-def _check_lengths(problem, lengths, page_table) -> None:
-    """ValueError where the lengths or the page ids that they use are out of range."""
+def _used_pages(problem, inputs, lengths) -> torch.Tensor:
+    """The page table up to the longest request, 0 where a request has no page; ValueError where
+    lengths or the page ids that they use are out of range."""
     capacity = problem.pages_per_seq * problem.page_size
-    if not len(lengths):
-        return
-    low, high = int(lengths.min()), int(lengths.max())
-    if low < 0 or high > capacity:
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest < 0 or longest > capacity:
         raise ValueError(
-            f"seq_lens must be in [0, pages_per_seq * page_size = {capacity}], got {low} to {high}"
+            f"seq_lens must be in [0, pages_per_seq * page_size = {capacity}], "
+            f"got {shortest} to {longest}"
         )
-    count = -(-high // problem.page_size)
-    used = page_table[:, :count][np.arange(count) * problem.page_size < lengths[:, None]]
-    _check_range("page_table", used, "num_pages", problem.num_pages)
+    count = -(-longest // problem.page_size)
+    pages = inputs.page_table[:, :count]
+    if shortest <= (count - 1) * problem.page_size:
+        first = torch.arange(0, count * problem.page_size, problem.page_size, device=pages.device)
+        pages = pages.masked_fill(first >= inputs.seq_lens[:, None], 0)
+    if pages.numel():
+        low, high = (int(page) for page in torch.aminmax(pages))
+        _check_range("page_table", low, high, "num_pages", problem.num_pages)
+    return pages
 
 
 def _check_offsets(problem, offsets) -> None:
     """ValueError where cu_seqlens_q does not describe the query's rows."""
-    counts = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] > problem.num_rows or counts.min(initial=0) < 0:
+    counts = [end - begin for begin, end in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or offsets[-1] > problem.num_rows or min(counts, default=0) < 0:
         raise ValueError(
             f"cu_seqlens_q must rise from 0 to at most the query's {problem.num_rows} rows, "
-            f"got {offsets.tolist()}"
+            f"got {offsets}"
         )
-    if counts.max(initial=0) > problem.max_seqlen_q:
+    if max(counts, default=0) > problem.max_seqlen_q:
         raise ValueError(
-            f"max_seqlen_q must be at least the longest query, {counts.max()}, "
+            f"max_seqlen_q must be at least the longest query, {max(counts)}, "
             f"got {problem.max_seqlen_q}"
         )
 
 
-def _check_range(name: str, values: np.ndarray, bound: str, limit: int) -> None:
-    if not values.size:
-        return
-    low, high = int(values.min()), int(values.max())
+def _check_range(name: str, low: int, high: int, bound: str, limit: int) -> None:
     if low < 0 or high >= limit:
         raise ValueError(f"{name} must be in [0, {bound} = {limit}), got {low} to {high}")
 
@@ -298,35 +291,52 @@ def _empty_row_lse(inputs) -> torch.Tensor:
 
 
 def append(problem: AppendProblem, inputs: AppendInputs) -> None:
-    """Writes new tokens into the caches, in place."""
+    """Writes new tokens into the caches, in place. Works out the places on the host."""
     num_pages, page_size = inputs.key_cache.shape[0], problem.page_size
-    by_slot = inputs.slots is not None
-    places = _on_host(inputs.slots if by_slot else inputs.positions)
-    rows = np.flatnonzero(places >= 0)
-    if not len(rows):
-        return
-    places = places[rows]
-    if by_slot:
-        _check_range("slots", places, "num_pages * page_size", num_pages * page_size)
-        pages = places // page_size
+    if inputs.slots is not None:
+        slots = inputs.slots.tolist()
+        rows = [row for row, slot in enumerate(slots) if slot >= 0]
+        slots = [slots[row] for row in rows]
+        limit = num_pages * page_size
+        if rows:
+            _check_range("slots", min(slots), max(slots), "num_pages * page_size", limit)
     else:
-        page_table = _on_host(inputs.page_table)
-        requests = rows if inputs.request_ids is None else _on_host(inputs.request_ids)[rows]
-        batch, pages_per_seq = page_table.shape
-        _check_range("request_ids", requests, "batch", batch)
-        _check_range("positions", places, "pages_per_seq * page_size", pages_per_seq * page_size)
-        pages = page_table[requests, places // page_size]
-        _check_range("page_table", pages, "num_pages", num_pages)
+        rows, slots = _slots_of_positions(inputs, num_pages, page_size)
+    if not rows:
+        return
     device = inputs.key.device
-    index = tuple(torch.from_numpy(i).to(device) for i in (pages, places % page_size))
-    every = len(rows) == len(inputs.key)
-    picked = slice(None) if every else torch.from_numpy(rows).to(device)
+    index = torch.tensor(slots, device=device)
+    every = len(rows) == inputs.key.shape[0]
+    picked = slice(None) if every else torch.tensor(rows, device=device)
     for cache, new, scale in (
         (inputs.key_cache, inputs.key, inputs.k_scale),
         (inputs.value_cache, inputs.value, inputs.v_scale),
     ):
-        tokens = cache if problem.kv_layout == "NHD" else cache.transpose(1, 2)
-        _bytes(tokens)[index] = _bytes(_to_cache(new[picked], cache.dtype, scale))
+        tokens = _bytes(cache if problem.kv_layout == "NHD" else cache.transpose(1, 2))
+        rows_of_cache = _bytes(_to_cache(new[picked], cache.dtype, scale))
+        if tokens.is_contiguous():
+            tokens.view(-1, *tokens.shape[2:]).index_copy_(0, index, rows_of_cache)
+        else:
+            tokens[index // page_size, index % page_size] = rows_of_cache
+
+
+def _slots_of_positions(inputs, num_pages, page_size) -> tuple[list[int], list[int]]:
+    """The rows that are not skipped, and the flat slot of each."""
+    positions = inputs.positions.tolist()
+    requests = range(len(positions)) if inputs.request_ids is None else inputs.request_ids.tolist()
+    rows = [row for row, position in enumerate(positions) if position >= 0]
+    if not rows:
+        return rows, []
+    positions, requests = [positions[row] for row in rows], [requests[row] for row in rows]
+    batch, pages_per_seq = inputs.page_table.shape
+    _check_range("request_ids", min(requests), max(requests), "batch", batch)
+    capacity = pages_per_seq * page_size
+    _check_range("positions", min(positions), max(positions), "pages_per_seq * page_size", capacity)
+    page_index = [position // page_size for position in positions]
+    pages = inputs.page_table[requests, page_index].tolist()
+    _check_range("page_table", min(pages), max(pages), "num_pages", num_pages)
+    places = zip(pages, positions, strict=True)
+    return rows, [page * page_size + position % page_size for page, position in places]
 
 
 def _bytes(array: torch.Tensor) -> torch.Tensor:
