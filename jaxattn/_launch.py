@@ -26,6 +26,7 @@ from torch_core.problem import (
 
 from . import _device, _ffi
 
+INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
 SCALES = ("sm_scale", "q_scale", "k_scale", "v_scale")
 
 
@@ -161,7 +162,8 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
     target = f"jaxattn.{problem.phase}.{backend}({','.join(names)})->{len(results)}"
     function = functools.partial(_run, problem.phase, backend, names)
     platform = "gpu" if _device.environment().capability else "cpu"
-    return tuple(_ffi.call(target, function, operands, results, platform=platform))
+    on_host = {0, *(1 + names.index(name) for name in INTEGERS if name in names)}
+    return tuple(_ffi.call(target, function, operands, results, platform=platform, on_host=on_host))
 
 
 _OPS = Ops(
@@ -200,20 +202,18 @@ def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
     """The other side of `_call`, on torch tensors."""
     header, *rest = tensors
     arrays, results = rest[: len(names)], rest[len(names) :]
+    header = header if isinstance(header, np.ndarray) else header.cpu().numpy()
     described = tuple((x.shape, x.dtype) for x in arrays)
-    problem, scales = _described(phase, tuple(names), described, header.numpy().tobytes())
-    module = dispatch.load(dispatch.find(phase, backend))
-    module.run(
-        problem, AttentionInputs(**dict(zip(names, arrays, strict=True)), **scales), *results
-    )
+    fixed, scales = header[: -len(SCALES)], header[-len(SCALES) :].view(np.float32).tolist()
+    problem = _described(phase, tuple(names), described, fixed.tobytes())
+    inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales, strict=True))
+    dispatch.load(dispatch.find(phase, backend)).run(problem, AttentionInputs(**inputs), *results)
 
 
 @functools.lru_cache(maxsize=4096)
-def _described(phase: str, names: tuple, arrays: tuple, header: bytes) -> tuple[Any, dict]:
-    """Problem and scales of a call that was checked when it was traced."""
-    soft_cap, *scales = np.frombuffer(header, np.float32)[-1 - len(SCALES) :].tolist()
-    integers = np.frombuffer(header, np.int32)[: -1 - len(SCALES)].tolist()
+def _described(phase: str, names: tuple, arrays: tuple, header: bytes) -> Any:
+    """The problem of a call that was checked when it was traced."""
+    *integers, soft_cap = np.frombuffer(header, np.int32)
     specs = {name: dispatch.Spec(*spec) for name, spec in zip(names, arrays, strict=True)}
-    options = unpack_options(phase, integers, soft_cap)
-    problem, _ = DESCRIBE[phase](AttentionInputs(**specs), **options)
-    return problem, dict(zip(SCALES, scales, strict=True))
+    options = unpack_options(phase, list(map(int, integers)), float(soft_cap.view(np.float32)))
+    return DESCRIBE[phase](AttentionInputs(**specs), **options)[0]

@@ -5,14 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import reference
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
-from . import _device, _ffi, _launch
+from . import _device, _launch
 from .decode import AnyArray, Scale
+
+PLACES = ("page_table", "positions", "request_ids", "slots")
 
 
 def append_kv(
@@ -52,10 +56,9 @@ def append_kv(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time,
-            a place that does not exist.
 
-    Caller's contract: no two rows have the same place, and every place exists.
+    Caller's contract: no two rows have the same place, and every place exists. On a CPU a call
+    outside jit checks the second (ValueError); inside jit and on a GPU such a row is dropped.
     """
     inputs = AppendInputs(
         key=key,
@@ -71,28 +74,43 @@ def append_kv(
     )
     _launch.require_jax(**inputs._asdict())
     problem, inputs = describe_append(inputs, kv_layout=kv_layout)
-    scales = [_launch.as_float32(scale) for scale in (inputs.k_scale, inputs.v_scale)]
+    places = {name: getattr(inputs, name) for name in PLACES}
+    if not _device.environment().capability and not any(map(_is_traced, places.values())):
+        host = {name: None if x is None else np.asarray(x) for name, x in places.items()}
+        reference.places(problem, inputs._replace(**host))
+    scales = [
+        None if isinstance(scale, float) and scale == 1.0 else _launch.as_float32(scale)
+        for scale in (inputs.k_scale, inputs.v_scale)
+    ]
     return _append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, Tracer)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
-    call = _scatter if _device.environment().capability else _append_call
-    call = functools.partial(call, problem)
+    call = functools.partial(_scatter, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
 
 
 def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
-    """XLA's own scatter, which writes in place and can be captured: the way on a GPU."""
+    """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
+    num_pages = arrays.key_cache.shape[0]
     places = arrays.positions if arrays.slots is None else arrays.slots
     page, offset = places // problem.page_size, places % problem.page_size
+    exists = places >= 0
     if arrays.slots is None:
         requests = arrays.request_ids
         requests = jnp.arange(places.shape[0]) if requests is None else requests
+        batch, pages_per_seq = arrays.page_table.shape
+        exists &= (page < pages_per_seq) & (requests >= 0) & (requests < batch)
         page = arrays.page_table[requests, page]
-    # A page past the end is dropped; a negative one would count from the end.
-    page = jnp.where((places < 0) | (page < 0), arrays.key_cache.shape[0], page)
+        exists &= page >= 0
+    # What lies past the end is dropped.
+    page = jnp.where(exists, page, num_pages)
     index = (page, offset) if problem.kv_layout == "NHD" else (page, slice(None), offset)
     pairs = ((arrays.key_cache, arrays.key), (arrays.value_cache, arrays.value))
     return tuple(
@@ -101,38 +119,16 @@ def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tupl
     )
 
 
-def _to_cache(rows: Array, dtype: Any, scale: Array) -> Array:
-    """rows / scale in the cache's dtype; fp8 saturates."""
-    rows = rows.astype(jnp.float32) / scale
+def _to_cache(rows: Array, dtype: Any, scale: Array | None) -> Array:
+    """rows / scale in the cache's dtype; fp8 saturates. No scale is 1."""
+    if scale is not None:
+        # XLA would turn a division by one number into a product with its rounded inverse.
+        divisor = jax.lax.optimization_barrier(jnp.full(rows.shape, scale))
+        rows = rows.astype(jnp.float32) / divisor
     if jnp.dtype(dtype).itemsize == 1:
         limit = float(jnp.finfo(dtype).max)
         rows = jnp.clip(rows, -limit, limit)
     return rows.astype(dtype)
-
-
-def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
-    names = [name for name, array in arrays._asdict().items() if array is not None]
-    caches = (arrays.key_cache, arrays.value_cache)
-    return tuple(
-        _ffi.call(
-            f"jaxattn.append_kv({','.join(names)},{problem.kv_layout})",
-            functools.partial(_run, problem.kv_layout, names),
-            [*(getattr(arrays, name) for name in names), jnp.stack(scales)],
-            [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
-            aliases={names.index("key_cache"): 0, names.index("value_cache"): 1},
-        )
-    )
-
-
-def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
-    """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
-    *arrays, scales, key_cache, value_cache = tensors
-    inputs = dict(zip(names, arrays, strict=True))
-    inputs.update(key_cache=key_cache, value_cache=value_cache)
-    k_scale, v_scale = scales.tolist()
-    page_size = key_cache.shape[1 if kv_layout == "NHD" else 2]
-    problem = AppendProblem(page_size, kv_layout)
-    reference.append(problem, AppendInputs(**inputs, k_scale=k_scale, v_scale=v_scale))
 
 
 def merge_states(

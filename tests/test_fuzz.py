@@ -588,7 +588,7 @@ def test_jax_append_refuses(call, seed, data):
     arguments |= mutate(arguments, np.random.default_rng(seed))
     arrays = jax_arrays(arguments)
     expected = errors.AT_RUN_TIME if at_run_time else REFUSALS
-    with pytest.raises(expected, match=r"^INTERNAL: .* must be " if at_run_time else None):
+    with pytest.raises(expected, match=r"^\w+ must be " if at_run_time else None):
         jax.block_until_ready(jaxattn.append_kv(**arrays))
     for name in ("key_cache", "value_cache"):
         if isinstance(arrays[name], jax.Array):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .checks import FP8
 from .problem import (
     DESCRIBE,
     AppendInputs,
@@ -83,9 +84,9 @@ def _decode(problem, inputs, out, lse, compute_dtype, lengths, pages) -> None:
         out.zero_()
         if lse is not None:
             lse.copy_(_empty_row_lse(inputs).expand(problem.lse_shape))
-    rows = (problem.batch, problem.q_len)
-    query, out = (array.view(*rows, *array.shape[1:]) for array in (inputs.query, out))
-    lse = None if lse is None else lse.view(*rows, problem.num_qo_heads)
+    rows = (problem.batch, problem.q_len, problem.num_qo_heads)
+    query, out = inputs.query.view(*rows, problem.head_dim), out.view(*rows, problem.head_dim)
+    lse = None if lse is None else lse.view(rows)
     # Requests of one piece are padded to its longest; a request alone has its own length, so that
     # its bits do not depend on the others.
     per_token = max(problem.num_qo_heads * problem.q_len, problem.num_kv_heads * problem.head_dim)
@@ -93,21 +94,35 @@ def _decode(problem, inputs, out, lse, compute_dtype, lengths, pages) -> None:
     step = 1 if problem.batch_invariant else step
     for start in range(0, len(live), step):
         piece = live[start : start + step]
-        whole = len(piece) == problem.batch
-        index = slice(None) if whole else torch.tensor(piece, device=query.device)
         piece_lengths = [lengths[request] for request in piece]
         length = max(piece_lengths)
         visible = None
         ragged = min(piece_lengths) < length
         if ragged or problem.q_len > 1 or problem.window_left >= 0 or not problem.causal:
             visible = _visible_to_decode(problem, inputs, piece, piece_lengths, length)
-        key, value = _gather(problem, inputs, pages[index], length)
+        key, value = _gather(problem, inputs, pages[piece], length)
+        whole = len(piece) == problem.batch
+        index = None if whole else torch.tensor(piece, device=query.device)
         result, result_lse = _attend(
-            problem, inputs, query[index], key, value, visible, compute_dtype, lse is not None
+            problem,
+            inputs,
+            query if whole else query[index],
+            key,
+            value,
+            visible,
+            compute_dtype,
+            lse is not None,
         )
-        out[index] = result.to(out.dtype)
+        _store(out, index, result)
         if lse is not None:
-            lse[index] = result_lse.to(lse.dtype)
+            _store(lse, index, result_lse)
+
+
+def _store(target, index, result) -> None:
+    if index is None:
+        target.copy_(result)
+    else:
+        target[index] = result.to(target.dtype)
 
 
 def _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets) -> None:
@@ -153,8 +168,10 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype, with_lse
         key, value = (_bytes(x).masked_fill_(unseen, 0).view(x.dtype) for x in (key, value))
     # [batch, num_kv_heads, group_size * rows, head_dim]
     batch, head_dim = query.shape[0], problem.head_dim
-    q = query.to(compute_dtype).reshape(batch, rows, *heads, head_dim)
-    q = q.permute(0, 2, 3, 1, 4).reshape(batch, heads[0], heads[1] * rows, head_dim)
+    q = query.to(compute_dtype)
+    if rows > 1:
+        q = q.reshape(batch, rows, *heads, head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch, heads[0], heads[1] * rows, head_dim)
     k, v = key.to(compute_dtype).transpose(1, 2), value.to(compute_dtype).transpose(1, 2)
     plain = problem.soft_cap is None and inputs.sinks is None and not with_lse
     if plain and length and (visible is None or visible.any(-1).all()):
@@ -171,7 +188,8 @@ def _attend(problem, inputs, query, key, value, visible, compute_dtype, with_lse
         weights, lse = _softmax(scores, inputs.sinks, heads)
         out = weights.flatten(2, 3) @ v
         lse = lse.permute(0, 3, 1, 2).flatten(2, 3)
-    out = out.view(batch, *heads, rows, head_dim).permute(0, 3, 1, 2, 4)
+    if rows > 1:
+        out = out.view(batch, *heads, rows, head_dim).permute(0, 3, 1, 2, 4)
     out = out.reshape(batch, rows, problem.num_qo_heads, head_dim)
     v_scale = float(inputs.v_scale)
     return out if v_scale == 1.0 else out.mul_(v_scale), lse
@@ -220,7 +238,7 @@ def _visible_to_decode(problem, inputs, piece, piece_lengths, length) -> np.ndar
     visible = _visible(problem, block_start + np.arange(problem.q_len), lengths, length)
     if problem.causal:
         return visible
-    mask = inputs.draft_mask.cpu().numpy()[piece]
+    mask = _host(inputs.draft_mask)[piece]
     if problem.draft_mask == "packed":
         bits = mask[..., None] >> np.arange(16, dtype=np.uint16) & 1
         mask = bits.reshape(*mask.shape[:2], -1)[..., : problem.q_len].astype(bool)
@@ -231,18 +249,22 @@ def _visible_to_decode(problem, inputs, piece, piece_lengths, length) -> np.ndar
 
 def _gather(problem, inputs, pages, length) -> list[torch.Tensor]:
     """Copies of each request's first `length` tokens: [batch, length, num_kv_heads, head_dim]."""
-    batch, index = pages.shape[0], pages[:, : -(-length // problem.page_size)].reshape(-1)
+    pages = pages[:, : -(-length // problem.page_size)].astype(np.int64)
+    index = torch.from_numpy(pages.reshape(-1)).to(inputs.query.device)
+    shape = (len(pages), pages.shape[1] * problem.page_size, problem.num_kv_heads, problem.head_dim)
     gathered = []
     for cache in (inputs.key_cache, inputs.value_cache):
-        tokens = _bytes(cache).index_select(0, index).view(cache.dtype)
-        tokens = tokens if problem.kv_layout == "NHD" else tokens.transpose(1, 2)
-        size = index.numel() // batch * problem.page_size
-        tokens = tokens.reshape(batch, size, problem.num_kv_heads, problem.head_dim)
-        gathered.append(tokens[:, :length])
+        if problem.kv_dtype in FP8:
+            tokens = _bytes(cache).index_select(0, index).view(cache.dtype)
+        else:
+            tokens = cache.index_select(0, index)
+        if problem.kv_layout == "HND":
+            tokens = tokens.transpose(1, 2)
+        gathered.append(tokens.reshape(shape)[:, :length])
     return gathered
 
 
-def _used_pages(problem, inputs, lengths) -> torch.Tensor:
+def _used_pages(problem, inputs, lengths) -> np.ndarray:
     """The page table up to the longest request, 0 where a request has no page; ValueError where
     lengths or the page ids that they use are out of range."""
     capacity = problem.pages_per_seq * problem.page_size
@@ -253,14 +275,18 @@ def _used_pages(problem, inputs, lengths) -> torch.Tensor:
             f"got {shortest} to {longest}"
         )
     count = -(-longest // problem.page_size)
-    pages = inputs.page_table[:, :count]
+    pages = _host(inputs.page_table)[:, :count]
     if shortest <= (count - 1) * problem.page_size:
-        first = torch.arange(0, count * problem.page_size, problem.page_size, device=pages.device)
-        pages = pages.masked_fill(first >= inputs.seq_lens[:, None], 0)
-    if pages.numel():
-        low, high = (int(page) for page in torch.aminmax(pages))
+        first = np.arange(count) * problem.page_size
+        pages = np.where(first < np.array(lengths)[:, None], pages, 0)
+    if pages.size:
+        low, high = int(pages.min()), int(pages.max())
         _check_range("page_table", low, high, "num_pages", problem.num_pages)
     return pages
+
+
+def _host(array: torch.Tensor | np.ndarray) -> np.ndarray:
+    return array.cpu().numpy() if isinstance(array, torch.Tensor) else array
 
 
 def _check_offsets(problem, offsets) -> None:
@@ -292,16 +318,7 @@ def _empty_row_lse(inputs) -> torch.Tensor:
 
 def append(problem: AppendProblem, inputs: AppendInputs) -> None:
     """Writes new tokens into the caches, in place. Works out the places on the host."""
-    num_pages, page_size = inputs.key_cache.shape[0], problem.page_size
-    if inputs.slots is not None:
-        slots = inputs.slots.tolist()
-        rows = [row for row, slot in enumerate(slots) if slot >= 0]
-        slots = [slots[row] for row in rows]
-        limit = num_pages * page_size
-        if rows:
-            _check_range("slots", min(slots), max(slots), "num_pages * page_size", limit)
-    else:
-        rows, slots = _slots_of_positions(inputs, num_pages, page_size)
+    rows, slots = places(problem, inputs)
     if not rows:
         return
     device = inputs.key.device
@@ -313,30 +330,39 @@ def append(problem: AppendProblem, inputs: AppendInputs) -> None:
         (inputs.value_cache, inputs.value, inputs.v_scale),
     ):
         tokens = _bytes(cache if problem.kv_layout == "NHD" else cache.transpose(1, 2))
-        rows_of_cache = _bytes(_to_cache(new[picked], cache.dtype, scale))
+        new_tokens = _bytes(_to_cache(new[picked], cache.dtype, scale))
         if tokens.is_contiguous():
-            tokens.view(-1, *tokens.shape[2:]).index_copy_(0, index, rows_of_cache)
+            tokens.view(-1, *tokens.shape[2:]).index_copy_(0, index, new_tokens)
         else:
-            tokens[index // page_size, index % page_size] = rows_of_cache
+            tokens[index // problem.page_size, index % problem.page_size] = new_tokens
 
 
-def _slots_of_positions(inputs, num_pages, page_size) -> tuple[list[int], list[int]]:
-    """The rows that are not skipped, and the flat slot of each."""
-    positions = inputs.positions.tolist()
-    requests = range(len(positions)) if inputs.request_ids is None else inputs.request_ids.tolist()
-    rows = [row for row, position in enumerate(positions) if position >= 0]
+def places(problem: AppendProblem, inputs: AppendInputs) -> tuple[list[int], list[int]]:
+    """The rows that are not skipped and the flat slot of each; ValueError where one does not exist.
+
+    Reads slots, or positions, requests and page table, from torch or NumPy arrays.
+    """
+    page_size, num_pages = problem.page_size, inputs.key_cache.shape[0]
+    by_slot = inputs.slots is not None
+    wanted = (inputs.slots if by_slot else inputs.positions).tolist()
+    rows = [row for row, place in enumerate(wanted) if place >= 0]
     if not rows:
         return rows, []
-    positions, requests = [positions[row] for row in rows], [requests[row] for row in rows]
+    wanted = [wanted[row] for row in rows]
+    if by_slot:
+        limit = num_pages * page_size
+        _check_range("slots", min(wanted), max(wanted), "num_pages * page_size", limit)
+        return rows, wanted
+    requests = rows
+    if inputs.request_ids is not None:
+        requests = inputs.request_ids[rows].tolist()
     batch, pages_per_seq = inputs.page_table.shape
     _check_range("request_ids", min(requests), max(requests), "batch", batch)
     capacity = pages_per_seq * page_size
-    _check_range("positions", min(positions), max(positions), "pages_per_seq * page_size", capacity)
-    page_index = [position // page_size for position in positions]
-    pages = inputs.page_table[requests, page_index].tolist()
+    _check_range("positions", min(wanted), max(wanted), "pages_per_seq * page_size", capacity)
+    pages = inputs.page_table[requests, [place // page_size for place in wanted]].tolist()
     _check_range("page_table", min(pages), max(pages), "num_pages", num_pages)
-    places = zip(pages, positions, strict=True)
-    return rows, [page * page_size + position % page_size for page, position in places]
+    return rows, [p * page_size + w % page_size for p, w in zip(pages, wanted, strict=True)]
 
 
 def _bytes(array: torch.Tensor) -> torch.Tensor:

@@ -438,7 +438,7 @@ def test_r9_window_left_of_any_integer_kind(front, case):
 
 
 def test_r10_targets_have_no_attributes():
-    """The lowered text of every op carries an empty backend_config."""
+    """The lowered text of a call carries an empty backend_config; append_kv needs no call."""
     decode = Case("d", (9,), sinks=True, q_len=2, draft_mask="packed", options=dict(soft_cap=2.0))
     for name, arguments in (
         ("decode", decode.make() | dict(k_scale=0.5, window_left=3)),
@@ -450,8 +450,9 @@ def test_r10_targets_have_no_attributes():
         function = getattr(jaxattn, name)
         text = jax.jit(lambda arrays: function(**arrays, **static)).lower(arrays).as_text()  # noqa: B023
         calls = [line for line in text.splitlines() if "custom_call @" in line]
-        assert len(calls) == 1
-        assert 'backend_config = ""' in calls[0] and "mhlo.backend_config = {}" in calls[0]
+        assert len(calls) == (name != "append_kv")
+        for line in calls:
+            assert 'backend_config = ""' in line and "mhlo.backend_config = {}" in line
 
 
 TINY = dict(num_qo_heads=1, num_kv_heads=1, head_dim=4, page_size=4)
@@ -530,7 +531,8 @@ def test_r11_nothing_is_kept_between_calls(name):
     wrong[places] = wrong[places] + 1000
     for _ in range(3):
         with pytest.raises(faults.RUNTIME_ERRORS["jax"], match=rf"{places} must be in"):
-            faults.run("jax", name, wrong)
+            arrays, static = faults.jax_arrays(wrong)
+            jax.block_until_ready(getattr(jaxattn, name)(**arrays, **static))
         check(make((9, 30), 5))
 
 
@@ -850,7 +852,8 @@ def test_r15_wrong_values_keep_our_message(front, case, change, message):
     ],
 )
 def test_r15_append_to_a_wrong_place_keeps_our_message(front, change, message):
-    """The same for append_kv; the caches of the failed call keep their values."""
+    """The same for append_kv; the caches of the failed call keep their values. Inside jit, XLA's
+    scatter drops the row and writes nowhere else."""
     arguments = append_arguments()
     arguments |= {name: arguments[name][:1] for name in ("key", "value")}
     good = dict(arguments, slots=np.array([3], np.int32))
@@ -859,8 +862,14 @@ def test_r15_append_to_a_wrong_place_keeps_our_message(front, change, message):
         arguments["page_table"] = np.array([[2, 7], [3, 0]], np.int32)
     arguments |= {name: np.array(value, np.int32) for name, value in change.items()}
     before = [arguments[name].copy() for name in CACHE_NAMES]
-    with pytest.raises(faults.RUNTIME_ERRORS[front], match=message):
-        faults.run(front, "append_kv", arguments)
+    with pytest.raises(ValueError, match=message):
+        if front == "torch":
+            faults.run(front, "append_kv", arguments)
+        else:
+            arrays, static = faults.jax_arrays(arguments)
+            jaxattn.append_kv(**arrays, **static)
+    if front == "jax":
+        assert faults.same_bits(faults.run("jax", "append_kv", arguments), tuple(before))
     assert all(faults.same_bits(arguments[n], b) for n, b in zip(CACHE_NAMES, before, strict=True))
     written = faults.run(front, "append_kv", good)
     np.testing.assert_array_equal(written[0][0, 3], good["key"][0])
