@@ -144,7 +144,7 @@ def _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets) 
                 problem, inputs, query, key, value, visible, compute_dtype, lse is not None
             )
             out[first:last] = result[0].to(out.dtype)
-            if lse is not None:
+            if lse is not None and result_lse is not None:
                 lse[first:last] = result_lse[0].to(lse.dtype)
 
 

@@ -166,7 +166,7 @@ def _build_arguments(problem: DecodeProblem) -> tuple:
 
 @functools.cache
 def _module(*arguments: Any) -> Any:
-    from flashinfer.jit.xqa import gen_xqa_module
+    from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportMissingImports]
 
     return gen_xqa_module(*arguments).build_and_load()
 
