@@ -149,7 +149,7 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
     """The custom call of one kernel."""
     module = dispatch.load(dispatch.find(problem.phase, backend))
     if hasattr(module, "bind"):
-        return _call_kernel(module, problem, arrays, scales)
+        return _call_kernel(module, problem, backend, arrays, scales)
     names = [name for name, array in arrays._asdict().items() if array is not None]
     integers, soft_cap = pack_options(static_options(problem))
     floats = jnp.stack([np.float32(soft_cap), *(scales[name] for name in SCALES)])
@@ -174,9 +174,11 @@ _OPS = Ops(
 )
 
 
-def _call_kernel(module: Any, problem: Any, arrays: AttentionInputs, scales: dict):
+def _call_kernel(
+    module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
+) -> tuple[jax.Array]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
-    binding = module.bind(problem, _device.multiprocessors())
+    binding = module.bind(problem, _device.multiprocessors(), backend)
     out_scale = scales.get("out_scale")
     operands = module.operands(problem, arrays, _OPS)
     operands |= {name: scales[name] for name in scales if name != "out_scale"}
@@ -207,7 +209,9 @@ def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
     fixed, scales = header[: -len(SCALES)], header[-len(SCALES) :].view(np.float32).tolist()
     problem = _described(phase, tuple(names), described, fixed.tobytes())
     inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales, strict=True))
-    dispatch.load(dispatch.find(phase, backend)).run(problem, AttentionInputs(**inputs), *results)
+    module = dispatch.load(dispatch.find(phase, backend))
+    out, lse = results if problem.return_lse else (*results, None)
+    module.run(problem, AttentionInputs(**inputs), out, lse, backend)
 
 
 @functools.lru_cache(maxsize=4096)

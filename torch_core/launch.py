@@ -34,7 +34,7 @@ def attend(
     )
     result, lse = _outputs(problem, inputs.query.device, out)
     with torch.no_grad():
-        dispatch.load(kernel).run(problem, inputs, result, lse, None)
+        dispatch.load(kernel).run(problem, inputs, result, lse, kernel.name)
     return result if lse is None else (result, lse)
 
 

@@ -50,7 +50,7 @@ def run(
     inputs: AttentionInputs,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
+    kernel: str = "reference",
     *,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:

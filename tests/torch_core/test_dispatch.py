@@ -94,10 +94,20 @@ def row(phase: str, name: str) -> dispatch.Kernel:
 
 
 def test_table_has_the_specified_rows():
-    """No row is missing and none is extra, apart from the reference of each phase."""
+    """No row is missing; extra are the reference of each phase and XQA's fp8 kernel by name."""
     rows = [(kernel.phase, kernel.name) for kernel in dispatch.TABLE]
     assert len(rows) == len(set(rows))
-    assert set(rows) == set(SPECIFIED) | {("decode", "reference"), ("prefill", "reference")}
+    extra = {("decode", "reference"), ("prefill", "reference"), ("decode", "xqa_fp8")}
+    assert set(rows) == set(SPECIFIED) | extra
+
+
+def test_xqa_fp8_only_by_name(all_backends):
+    """Never by "auto"; its reason says what it costs."""
+    asked = dict(kv_dtype="float8_e4m3fn")
+    reason = explanation("decode", 90, **asked).reasons["xqa_fp8"]
+    assert reason.startswith("used only when asked for by name: it rounds query and weights")
+    assert explanation("decode", 90, "xqa_fp8", **asked).kernel.name == "xqa_fp8"
+    assert explanation("decode", 100, "xqa_fp8", **asked).kernel is None
 
 
 @pytest.mark.parametrize("phase, name", SPECIFIED)
@@ -321,7 +331,7 @@ def test_reference_on_a_cpu(all_backends, phase):
     answer = explanation(phase, 0)
     assert answer.kernel.name == "reference"
     rest = {name for of, name in SPECIFIED if of == phase}
-    assert set(answer.reasons) == rest
+    assert set(answer.reasons) - {"xqa_fp8"} == rest
     assert all(r.endswith("this device has none (CPU)") for r in answer.reasons.values())
 
 
@@ -336,6 +346,9 @@ def test_reference_on_a_gpu_only_by_name(all_backends, phase, capability):
     assert explanation(phase, capability, "reference", **anything).kernel.name == "reference"
 
 
+PLANS = " (plans on the host: synchronises, and is not captured under jit)"
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("capability", (0, *GPUS))
 def test_explanation_is_complete(all_backends, phase, capability):
@@ -348,7 +361,9 @@ def test_explanation_is_complete(all_backends, phase, capability):
         assert got | set(answer.reasons) == names
         assert backend == "auto" or got <= {backend}
         lines = str(answer).splitlines()
-        assert lines[0] == (f"{answer.kernel.name}: chosen" if answer.kernel else "no kernel")
+        plans = answer.kernel is not None and answer.kernel.host_plan
+        chosen = f"{answer.kernel.name}: chosen" if answer.kernel else "no kernel"
+        assert lines[0] == chosen + (PLANS if plans else "")
         assert lines[1:] == [f"{name}: {reason}" for name, reason in answer.reasons.items()]
 
 

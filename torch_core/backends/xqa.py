@@ -26,24 +26,21 @@ def run(
     inputs: AttentionInputs,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    *,
-    fast: bool = False,
+    kernel: str = "xqa",
 ) -> None:
     """Launches on torch's current stream; nothing synchronises."""
     device = inputs.query.device
-    kernel = bind(
-        problem, torch.cuda.get_device_properties(device).multi_processor_count, fast=fast
-    )
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    bound = bind(problem, sm_count, kernel)
     numbers = {name: _on_device(value, device) for name, value in scales(problem, inputs).items()}
     out_scale = numbers.pop("out_scale", None)
     tensors = operands(problem, inputs, binding.torch_ops(device)) | numbers
     tensors |= dict(
         out=out,
-        semaphores=torch.zeros(kernel.semaphores, dtype=torch.int32, device=device),
-        scratch=torch.empty(kernel.scratch, dtype=torch.uint8, device=device),
+        semaphores=torch.zeros(bound.semaphores, dtype=torch.int32, device=device),
+        scratch=torch.empty(bound.scratch, dtype=torch.uint8, device=device),
     )
-    binding.launch(kernel, tensors)
+    binding.launch(bound, tensors)
     if out_scale is not None:
         out.mul_(out_scale)
 
@@ -100,12 +97,13 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
     )
 
 
-def bind(problem: DecodeProblem, sm_count: int, *, fast: bool = False) -> Binding:
+def bind(problem: DecodeProblem, sm_count: int, kernel: str = "xqa") -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors.
 
-    `fast` asks for Hopper's fp8 kernel. It rounds query and weights to e4m3 and multiplies what it
-    masked by 0, so a NaN in a slot that was never written reaches the output.
+    "xqa_fp8" is Hopper's own fp8 kernel. It rounds query and weights to e4m3 and multiplies what
+    it masked by 0, so a NaN in a slot that was never written reaches the output.
     """
+    fast = kernel == "xqa_fp8"
     sequences = problem.batch * problem.num_kv_heads
     splits = max(1, sm_count * _blocks_per_sm(problem, fast) // sequences)
     # What makes upstream choose these splits.

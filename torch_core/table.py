@@ -1,0 +1,239 @@
+"""The kernels, as data: one row each. Limits: FlashInfer 0.7.4's source. The order within a phase
+is that of preference, measured on an H200."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import checks
+from .problem import DecodeProblem, PrefillProblem
+
+NVFP4 = "nvfp4"  # packed 4-bit cache with block scales; a word of the table, not a torch dtype
+_SAME = {(dtype, dtype) for dtype in checks.HALF}
+_E4M3_KV = {(dtype, "float8_e4m3fn") for dtype in checks.HALF}
+_E5M2_KV = {(dtype, "float8_e5m2") for dtype in checks.HALF}
+_E4M3 = {("float8_e4m3fn", "float8_e4m3fn")}
+_NVFP4_KV = {(dtype, NVFP4) for dtype in (*checks.HALF, "float8_e4m3fn")}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a machine offers. `capability` is major * 10 + minor, 0 on a CPU."""
+
+    capability: int
+    flashinfer: bool = False
+    cubins: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One row: what a kernel can do. None in a column means anything."""
+
+    name: str
+    phase: str
+    module: str  # its backend file, below torch_core
+    entry: str  # the upstream function
+    capabilities: tuple[tuple[int, int], ...] | None  # inclusive ranges
+    head_dims: tuple[int, ...] | None
+    page_sizes: tuple[int, ...] | None
+    dtypes: frozenset[tuple[str, str]]  # (query, cache)
+    nvfp4: tuple[tuple[int, int], ...] = ()  # capabilities that read an nvfp4 cache
+    lse: bool
+    soft_cap: bool
+    window: bool
+    sinks: bool
+    drafts: bool = False  # q_len > 1
+    non_causal: bool = True
+    host_plan: bool
+    cubins: bool = False
+    batch_invariant: bool = True
+    last_resort: tuple[tuple[int, int], ...] = ()  # capabilities where "auto" tries others first
+    by_name: str | None = None  # why "auto" never takes it
+    rules: tuple[Callable[[Any, Environment], str | None], ...] = ()
+
+
+def _wide_heads(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.head_dim > 256 and (problem.q_len > 1 or problem.group_size > 16):
+        return "head_dim above 256 takes q_len 1 and at most 16 query heads a KV head"
+    return None
+
+
+def _window_over_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.draft_mask is not None and problem.window_left >= 0:
+        return "a window with a draft mask takes linear drafts only"
+    return None
+
+
+def _mask_of_one(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.draft_mask is not None and problem.q_len == 1:
+        return "takes a draft mask with q_len above 1 only"
+    return None
+
+
+def _window_hangs(problem: PrefillProblem, environment: Environment) -> str | None:
+    if (
+        problem.window_left >= 0
+        and problem.query_dtype in checks.FP8
+        and environment.capability == 90
+    ):
+        return "a window with an e4m3 query can hang on SM90; use a bfloat16 query"
+    return None
+
+
+def _causal_window(problem: PrefillProblem, environment: Environment) -> str | None:
+    if problem.window_left >= 0 and not problem.causal:
+        return "a window takes causal=True"
+    return None
+
+
+def _half_on_sm12x(problem: PrefillProblem, environment: Environment) -> str | None:
+    if problem.query_dtype in checks.FP8 and environment.capability >= 120:
+        return "an e4m3 query takes capability 90"
+    return None
+
+
+_TRTLLM_GEN: dict[str, Any] = dict(
+    module="backends.trtllm_gen",
+    capabilities=((100, 100), (103, 103)),
+    head_dims=(64, 128, 256),
+    page_sizes=(16, 32, 64),
+    dtypes=frozenset(_SAME | _E4M3_KV | _E4M3 | _NVFP4_KV),
+    nvfp4=((100, 100), (103, 103)),
+    lse=True,
+    soft_cap=False,
+    window=True,
+    sinks=True,
+    host_plan=False,
+    cubins=True,
+    batch_invariant=False,
+)
+_NATIVE: dict[str, Any] = dict(
+    head_dims=(64, 128, 256),
+    page_sizes=None,
+    lse=True,
+    soft_cap=True,
+    window=True,
+    sinks=False,  # upstream takes them as a variant of its kernel, which no backend builds yet
+    host_plan=True,
+)
+_REFERENCE: dict[str, Any] = dict(
+    name="reference",
+    module="reference",
+    entry="torch",
+    capabilities=None,
+    head_dims=None,
+    page_sizes=None,
+    dtypes=frozenset(
+        (query, cache)
+        for query in checks.QUERY_DTYPES
+        for cache in (query, *checks.FP8)
+        if query not in checks.FP8 or query == cache
+    ),
+    lse=True,
+    soft_cap=True,
+    window=True,
+    sinks=True,
+    drafts=True,
+    host_plan=False,
+)
+
+# XQA before native decode: never slower there. fmha_v2 before FA3: as fast, and needs no plan.
+TABLE: tuple[Kernel, ...] = (
+    Kernel(
+        name="trtllm_gen",
+        phase="decode",
+        entry="flashinfer.decode.trtllm_batch_decode_with_kv_cache",
+        drafts=True,
+        **_TRTLLM_GEN,
+    ),
+    Kernel(
+        name="xqa",
+        phase="decode",
+        module="backends.xqa",
+        entry="flashinfer.xqa.xqa",
+        capabilities=((90, 90), (100, 100), (120, 129)),
+        last_resort=((120, 129),),
+        head_dims=tuple(range(16, 513, 16)),
+        page_sizes=(16, 32, 64, 128),
+        dtypes=frozenset(_SAME | _E4M3_KV | {pair for pair in _NVFP4_KV if pair[0] in checks.HALF}),
+        nvfp4=((120, 129),),
+        lse=False,
+        soft_cap=False,
+        window=True,
+        sinks=True,
+        drafts=True,
+        host_plan=False,
+        batch_invariant=False,
+        rules=(_wide_heads, _window_over_drafts, _mask_of_one),
+    ),
+    Kernel(
+        name="xqa_fp8",
+        phase="decode",
+        module="backends.xqa",
+        entry="flashinfer.xqa.xqa",
+        capabilities=((90, 90),),
+        head_dims=tuple(range(16, 257, 16)),
+        page_sizes=(16, 32, 64, 128),
+        dtypes=frozenset(_E4M3_KV),
+        lse=False,
+        soft_cap=False,
+        window=True,
+        sinks=True,
+        host_plan=False,
+        batch_invariant=False,
+        by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
+    ),
+    Kernel(
+        name="native_decode",
+        phase="decode",
+        module="backends.native_decode",
+        entry="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
+        capabilities=((75, 999),),
+        dtypes=frozenset(_SAME | _E4M3_KV | _E5M2_KV),
+        **_NATIVE,
+    ),
+    Kernel(
+        name="trtllm_gen",
+        phase="prefill",
+        entry="flashinfer.prefill.trtllm_batch_context_with_kv_cache",
+        **_TRTLLM_GEN,
+    ),
+    Kernel(
+        name="fmha_v2",
+        phase="prefill",
+        module="backends.fmha_v2",
+        entry="flashinfer.prefill.trtllm_fmha_v2_prefill",
+        capabilities=((90, 90), (120, 129)),
+        last_resort=((120, 129),),
+        head_dims=(64, 128, 256),
+        page_sizes=(16, 32, 64, 128),
+        dtypes=frozenset(_SAME | _E4M3),
+        lse=True,
+        soft_cap=True,
+        window=True,
+        sinks=True,
+        host_plan=False,
+        rules=(_window_hangs, _causal_window, _half_on_sm12x),
+    ),
+    Kernel(
+        name="native_prefill_fa3",
+        phase="prefill",
+        module="backends.native_prefill",
+        entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa3")',
+        capabilities=((90, 90),),
+        dtypes=frozenset(_SAME | _E4M3),
+        rules=(_window_hangs,),
+        **_NATIVE,
+    ),
+    Kernel(
+        name="native_prefill_fa2",
+        phase="prefill",
+        module="backends.native_prefill",
+        entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa2")',
+        capabilities=((75, 999),),
+        dtypes=frozenset(_SAME | _E4M3_KV),
+        **_NATIVE,
+    ),
+    Kernel(phase="decode", **_REFERENCE),
+    Kernel(phase="prefill", **_REFERENCE),
+)
