@@ -33,7 +33,8 @@ def run(
     )
     score_scale, out_scale = native.scales(problem, inputs)
     wrapper.plan(
-        inputs.cu_seqlens_q,
+        # A tensor of our own: the plan keeps it, and a bridged one must not outlive the call.
+        torch.tensor(offsets, dtype=torch.int32),
         *native.page_lists(problem, inputs, lengths),
         problem.num_qo_heads,
         problem.num_kv_heads,
