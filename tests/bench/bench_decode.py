@@ -103,9 +103,7 @@ def native_us(made: list[AttentionInputs]) -> float:
 
 
 def grid() -> None:
-    print(
-        "| batch x length | cache | ours us | TB/s | upstream XQA | native | ours / best | XQA fp8 |"
-    )
+    print("| shape | cache | ours us | TB/s | upstream XQA | native | ours / best | XQA fp8 |")
     print("|---|---|---|---|---|---|---|---|")
     for batch, length in itertools.product((1, 8, 64, 256), (1024, 8192, 32768, 131072)):
         for dtype in DTYPES:
