@@ -1,8 +1,8 @@
 """From a checked call to XLA: static facts, folding under vmap, refusal of gradients, operands.
 
 One target serves every configuration of a phase on a CPU: static arguments and scales travel as one
-int32 operand that the host can read. They are data and not an index into some table, so a compiled
-program stays right in another process.
+int32 operand that the host can read. They are data and not an index into some table, so a program
+from JAX's compilation cache stays right in another process.
 """
 
 import dataclasses

@@ -13,9 +13,10 @@ from jaxtyping import Float, Float32, Int32, Shaped
 from torch_core import reference
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
-from . import _device, _launch
+from . import _device, _ffi, _launch
 from .decode import AnyArray, Scale
 
+SCATTERED_ON_CPU = ("float32", "float16")
 PLACES = ("page_table", "positions", "request_ids", "slots")
 
 
@@ -58,7 +59,8 @@ def append_kv(
         NotImplementedError: vmap or a gradient is asked for.
 
     Caller's contract: no two rows have the same place, and every place exists. On a CPU a call
-    outside jit checks the second (ValueError); inside jit and on a GPU such a row is dropped.
+    outside jit checks the second (ValueError); elsewhere such a row is dropped or, on a CPU with
+    a cache of bfloat16 or fp8, an error at run time.
     """
     inputs = AppendInputs(
         key=key,
@@ -91,7 +93,9 @@ def _is_traced(array: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
-    call = functools.partial(_scatter, problem)
+    # On a CPU, XLA converts a whole cache of another dtype to scatter into it, and back.
+    scattered = _device.environment().capability or arrays.key_cache.dtype in SCATTERED_ON_CPU
+    call = functools.partial(_scatter if scattered else _append_call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
 
@@ -107,7 +111,8 @@ def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tupl
         requests = jnp.arange(places.shape[0]) if requests is None else requests
         batch, pages_per_seq = arrays.page_table.shape
         exists &= (page < pages_per_seq) & (requests >= 0) & (requests < batch)
-        page = arrays.page_table[requests, page]
+        # A table without entries cannot be read at all, and then nothing exists.
+        page = arrays.page_table[requests, page] if arrays.page_table.size else page
         exists &= page >= 0
     # What lies past the end is dropped.
     page = jnp.where(exists, page, num_pages)
@@ -117,6 +122,32 @@ def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tupl
         cache.at[index].set(_to_cache(new, cache.dtype, scale), mode="drop", unique_indices=True)
         for (cache, new), scale in zip(pairs, scales, strict=True)
     )
+
+
+def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
+    """torch_core's append on the caches' own memory."""
+    names = [name for name, array in arrays._asdict().items() if array is not None]
+    factors = jnp.stack([np.float32(1) if scale is None else scale for scale in scales])
+    caches = (arrays.key_cache, arrays.value_cache)
+    return tuple(
+        _ffi.call(
+            f"jaxattn.append_kv({','.join(names)},{problem.kv_layout})",
+            functools.partial(_run, problem.kv_layout, names),
+            [*(getattr(arrays, name) for name in names), factors],
+            [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
+            aliases={names.index("key_cache"): 0, names.index("value_cache"): 1},
+        )
+    )
+
+
+def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
+    """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
+    *arrays, scales, key_cache, value_cache = tensors
+    inputs = dict(zip(names, arrays, strict=True))
+    inputs.update(key_cache=key_cache, value_cache=value_cache)
+    k_scale, v_scale = scales.tolist()
+    problem = AppendProblem(key_cache.shape[1 if kv_layout == "NHD" else 2], kv_layout)
+    reference.append(problem, AppendInputs(**inputs, k_scale=k_scale, v_scale=v_scale))
 
 
 def _to_cache(rows: Array, dtype: Any, scale: Array | None) -> Array:

@@ -86,17 +86,12 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 def scale(name: str, value: Any, *, positive: bool = True) -> Any:
     """A Python number (returned as float) or a 0-d floating array (returned as it is)."""
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            result = float(value)
-        except OverflowError:
-            result = math.inf
-        if not abs(result) <= FLOAT32_MAX or (positive and result < FLOAT32_TINY):
-            kind = "a positive finite number" if positive else "a finite number"
-            raise ValueError(f"{name} must be {kind}, got {value!r}")
-        return result
+    number = _number(value)
+    if number is not None:
+        if not abs(number) <= FLOAT32_MAX or (positive and number < FLOAT32_TINY):
+            kind = "a positive finite" if positive else "a finite"
+            raise ValueError(f"{name} must be {kind} float32 number, got {value!r}")
+        return number
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         if not dtype_name(value).startswith(("float", "bfloat")) or dtype_name(value) in FP8:
             raise TypeError(
@@ -108,6 +103,21 @@ def scale(name: str, value: Any, *, positive: bool = True) -> Any:
             )
         return value
     raise TypeError(f"{name} must be a number or a 0-d float array, got {type(value).__name__}")
+
+
+def _number(value: Any) -> float | None:
+    """A real number, or a 0-d NumPy array of one, as float; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    # Before any question about attributes: torch.compile cannot ask a symbolic number.
+    if isinstance(value, int | float | numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return _number(value.item())
+    return None
 
 
 def cache_shapes(shapes: Shapes, key_cache: Any, value_cache: Any, kv_layout: str) -> None:

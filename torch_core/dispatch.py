@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -242,6 +243,8 @@ def explain(
     ):
         checks.integer(name, value, 1)
     checks.integer("q_len", q_len, 1)
+    checks.flag("sinks", sinks)
+    checks.flag("draft_mask", draft_mask)
     kv_dtype = kv_dtype or query_dtype
     cache_dtype = "float8_e4m3fn" if kv_dtype == NVFP4 else kv_dtype
     tokens = (page_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, page_size)
@@ -271,6 +274,7 @@ def explain(
     problem = dataclasses.replace(problem, kv_dtype=kv_dtype)
     if capability is None:
         capability = device_capability()
+    capability = checks.integer("capability", capability, 0)
     return explain_problem(problem, environment(capability), backend)
 
 
@@ -284,8 +288,10 @@ def supported(phase: str, **arguments: Any) -> bool:
         bool; False also for arguments that no call accepts.
 
     Raises:
-        Nothing on their account.
+        TypeError: an argument is missing or unknown.
     """
+    # A misspelled argument is an error, not an unsupported call.
+    inspect.signature(explain).bind(phase, **arguments)
     try:
         return explain(phase, **arguments).kernel is not None
     except (ValueError, TypeError):
@@ -315,7 +321,7 @@ def matrix() -> str:
         "sinks": lambda k: _mark(k.sinks),
         "drafts": lambda k: _mark(k.drafts) if k.phase == "decode" else "",
         "host plan": lambda k: _mark(k.host_plan),
-        "status": lambda k: "works" if _has_module(k.module) else "to come",
+        "status": lambda k: k.status if _has_module(k.module) else "to come",
     }
     lines = [list(columns), ["---"] * len(columns)]
     lines += [[str(spell(kernel)) for spell in columns.values()] for kernel in TABLE]

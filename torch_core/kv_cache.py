@@ -64,11 +64,23 @@ def append_kv(
     if torch.compiler.is_compiling():
         _append_op(*inputs[:-2], *_split(inputs.k_scale), *_split(inputs.v_scale), kv_layout)
     else:
-        if key_cache.numel() and key_cache.data_ptr() == value_cache.data_ptr():
-            raise ValueError("value_cache must not share its memory with key_cache")
+        _require_own_memory(key_cache, value_cache)
         with torch.no_grad():
             reference.append(problem, inputs)
     return key_cache, value_cache
+
+
+def _require_own_memory(key_cache: Tensor, value_cache: Tensor) -> None:
+    """ValueError where a write to one place would show at another. Strided views are not looked
+    into: keys and values that take turns in a pool are apart although their ranges overlap."""
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{name} must not be an expanded tensor, got strides {cache.stride()}")
+    first, second = sorted((key_cache, value_cache), key=lambda cache: cache.data_ptr())
+    apart = second.data_ptr() - first.data_ptr()
+    whole = first.is_contiguous() and second.is_contiguous()
+    if first.numel() and (apart == 0 or (whole and apart < first.numel() * first.element_size())):
+        raise ValueError("value_cache must not share its memory with key_cache")
 
 
 def _split(scale: float | Tensor) -> tuple[float, Tensor | None]:
@@ -138,7 +150,7 @@ def merge_states(
     launch.require_no_grad("merge_states", out_a, lse_a, out_b, lse_b)
     if out is not None:
         if not isinstance(out, tuple | list) or len(out) != 2:
-            raise ValueError("out must be (out, lse)")
+            raise TypeError(f"out must be (out, lse), got {type(out).__name__}")
         launch.require_out("out", out[0], out_a.shape, out_a.dtype, out_a.device)
         launch.require_out("lse", out[1], lse_a.shape, lse_a.dtype, lse_a.device)
     with torch.no_grad():

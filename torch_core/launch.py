@@ -79,7 +79,8 @@ def require_same_device(**tensors: Any) -> None:
     """Every array must be a torch tensor on the first one's device."""
     device = None
     for name, tensor in tensors.items():
-        if not hasattr(tensor, "shape"):
+        # In this order: torch.compile cannot ask a symbolic number for attributes.
+        if tensor is None or isinstance(tensor, int | float) or not hasattr(tensor, "shape"):
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

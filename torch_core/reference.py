@@ -20,8 +20,6 @@ from .problem import (
 
 # Bound on the elements of one intermediate (scores, gathered keys); longer work goes in pieces.
 PIECE_ELEMENTS = 2**26
-# Work of query . key below this many products stays on one thread: a few milliseconds there.
-ONE_THREAD_PRODUCTS = 2**24
 
 
 def evaluate(
@@ -57,25 +55,12 @@ def run(
     """Runs a described call. Reads lengths and page ids on the host, so a GPU synchronises."""
     lengths = inputs.seq_lens.tolist()
     pages = _used_pages(problem, inputs, lengths)
-    offsets: list[int] = []
     if isinstance(problem, DecodeProblem):
-        seen = problem.q_len * sum(lengths)
+        _decode(problem, inputs, out, lse, compute_dtype, lengths, pages)
     else:
         offsets = inputs.cu_seqlens_q.tolist()
         _check_offsets(problem, offsets)
-        seen = sum((e - b) * n for b, e, n in zip(offsets, offsets[1:], lengths, strict=False))
-    # Waking other threads takes longer than small work, and milliseconds where XLA's own threads
-    # hold the cores.
-    threads = torch.get_num_threads()
-    if seen * problem.num_qo_heads * problem.head_dim < ONE_THREAD_PRODUCTS:
-        torch.set_num_threads(1)
-    try:
-        if isinstance(problem, DecodeProblem):
-            _decode(problem, inputs, out, lse, compute_dtype, lengths, pages)
-        else:
-            _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets)
-    finally:
-        torch.set_num_threads(threads)
+        _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets)
 
 
 def _decode(problem, inputs, out, lse, compute_dtype, lengths, pages) -> None:

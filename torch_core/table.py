@@ -49,6 +49,7 @@ class Kernel:
     batch_invariant: bool = True
     last_resort: tuple[tuple[int, int], ...] = ()  # capabilities where "auto" tries others first
     by_name: str | None = None  # why "auto" never takes it
+    status: str = "works"
     rules: tuple[Callable[[Any, Environment], str | None], ...] = ()
 
 
@@ -92,6 +93,10 @@ def _half_on_sm12x(problem: PrefillProblem, environment: Environment) -> str | N
     return None
 
 
+def _linear_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
+    return None if problem.causal else "takes no draft mask"
+
+
 _TRTLLM_GEN: dict[str, Any] = dict(
     module="backends.trtllm_gen",
     capabilities=((100, 100), (103, 103)),
@@ -106,6 +111,7 @@ _TRTLLM_GEN: dict[str, Any] = dict(
     host_plan=False,
     cubins=True,
     batch_invariant=False,
+    status="not run on hardware",
 )
 _NATIVE: dict[str, Any] = dict(
     head_dims=(64, 128, 256),
@@ -144,6 +150,7 @@ TABLE: tuple[Kernel, ...] = (
         phase="decode",
         entry="flashinfer.decode.trtllm_batch_decode_with_kv_cache",
         drafts=True,
+        rules=(_linear_drafts,),
         **_TRTLLM_GEN,
     ),
     Kernel(

@@ -15,6 +15,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 import params
+import torch
 from modeling import Batch, Engine, Ints, Sampling, init_caches
 from tokenizers import Tokenizer
 
@@ -217,6 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"a prompt of {len(prompt)} tokens and --max-new-tokens {options.max_new_tokens} "
                 f"exceed the model's context of {limit} tokens"
             )
+    # On a CPU the attention runs in torch, from one of XLA's threads. More threads of torch would
+    # wait for the cores that XLA keeps busy.
+    torch.set_num_threads(1)
     sampling = Sampling(options.temperature, options.top_p)
     stream = TextStream(tokenizer)
     streaming = len(prompts) == 1 and not options.json

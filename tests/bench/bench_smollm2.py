@@ -67,8 +67,10 @@ def main() -> None:
         best = {"transformers": 0.0, "jaxattn": 0.0}
         decoded = batch * (options.new_tokens - 1)
         for _ in range(options.rounds):
+            torch.set_num_threads(threads)
             seconds, tokens = transformers_decode(theirs, prompt, batch, options.new_tokens)
             best["transformers"] = max(best["transformers"], decoded / seconds)
+            torch.set_num_threads(1)  # as run.py does
             result = run.generate(engine, [prompt] * batch, max_new_tokens=options.new_tokens)
             if result.tokens != tokens:
                 raise SystemExit(f"batch {batch}: the generated tokens differ")

@@ -394,11 +394,13 @@ def test_r9_bad_numbers_are_errors_from_python(front, case):
             with pytest.raises(ValueError, match=rf"{name} must be a number or a 0-d array"):
                 call_eagerly(front, arguments, **{name: value})
         for value in (float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=rf"{name} must be a .*finite number"):
+            with pytest.raises(ValueError, match=rf"{name} must be a .*finite float32 number"):
                 call_eagerly(front, arguments, **{name: value})
     for name in ("q_scale", "k_scale", "v_scale", "soft_cap"):
         for value in (0, -1.0):
-            with pytest.raises(ValueError, match=rf"{name} must be a positive finite number"):
+            with pytest.raises(
+                ValueError, match=rf"{name} must be a positive finite float32 number"
+            ):
                 call_eagerly(front, arguments, **{name: value})
     for wrong in (None, 3.0, "3", True):
         with pytest.raises(TypeError, match=r"window_left must be a Python int"):
@@ -469,26 +471,31 @@ def test_r10_memory_stays_flat_over_100_000_calls():
     del static["q_len"]
     bodies = {
         "append": lambda i, state: jaxattn.append_kv(
-            arrays["query"], arrays["query"], *state, slots=jnp.where(i % 8 == 0, 1, -1)[None]
+            *[arrays["query"].astype(jnp.bfloat16)] * 2,
+            *state,
+            slots=jnp.where(i % 8 == 0, 1, -1)[None],
         ),
         "decode": lambda i, query: jaxattn.decode(**arrays | dict(query=query), **static),
         "prefill": lambda i, query: jaxattn.prefill(
             **arrays | dict(query=query), **static, **prefill
         ),
     }
-    calls = {"append": 90_000, "decode": 5_000, "prefill": 5_000}
+    calls = {"append": 10_000, "decode": 80_000, "prefill": 10_000}
     loops = {}
     for name, body in bodies.items():
         loop = jax.jit(lambda state, n, body=body: jax.lax.fori_loop(0, n, body, state))
         state = (
-            (arrays["key_cache"], arrays["value_cache"]) if name == "append" else arrays["query"]
+            # bfloat16: the caches that cross the bridge.
+            tuple(arrays[n].astype(jnp.bfloat16) for n in CACHE_NAMES)
+            if name == "append"
+            else arrays["query"]
         )
         jax.block_until_ready(loop(state, 1000))
         loops[name] = (loop, state)
     before = resident()
     for name, (loop, state) in loops.items():
         jax.block_until_ready(loop(state, calls[name]))
-    assert resident() - before < 16 * sum(calls.values())
+    assert resident() - before < 8 * sum(calls.values())
 
 
 def test_r10_memory_stays_flat_over_dispatches():

@@ -1,5 +1,7 @@
 """append_kv against a NumPy loop, merge_states against the oracle, inside jit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,11 +41,38 @@ def test_append_outside_jit_leaves_the_arrays(case):
         assert kv_model.same_bits(np.asarray(arrays[name]), arguments[name])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
+DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_donated_caches_are_not_copied(kv_layout, kv_dtype):
+    """No temporary of a cache's size, and no cache-sized result but the parameters' own memory."""
+    dtype = "bfloat16" if kv_dtype.startswith("float8") else kv_dtype
+    arguments = kv_model.Append("", dtype=dtype, kv_layout=kv_layout, kv_dtype=kv_dtype).make()
+    arrays = arrays_of(arguments)
+    pages = jnp.zeros((512, *arrays["key_cache"].shape[1:]), kv_dtype)
+    key, value = arrays.pop("key_cache"), arrays.pop("value_cache")
+    del key, value
+    step = jax.jit(
+        lambda key, value, arrays: jaxattn.append_kv(
+            key_cache=key, value_cache=value, kv_layout=kv_layout, **arrays
+        ),
+        donate_argnums=(0, 1),
+    )
+    compiled = step.lower(pages, pages + 1, arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pages.nbytes // 4
+    shape = ",".join(map(str, pages.shape))
+    made = [line for line in compiled.as_text().splitlines() if f"[{shape}]" in line.split("(")[0]]
+    assert not [line for line in made if re.search(r"\b(copy|convert|bitcast-convert)\(", line)]
+
+
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_donated_caches_are_written_in_place(kv_layout, kv_dtype):
     """Same memory before and after, and the donated arrays are gone."""
-    arguments = kv_model.Append("", kv_layout=kv_layout, kv_dtype=kv_dtype).make()
+    dtype = "bfloat16" if kv_dtype.startswith("float8") else kv_dtype
+    arguments = kv_model.Append("", dtype=dtype, kv_layout=kv_layout, kv_dtype=kv_dtype).make()
     arrays = arrays_of(arguments)
     caches = [arrays.pop("key_cache"), arrays.pop("value_cache")]
     step = jax.jit(
@@ -135,3 +164,13 @@ def test_merge_under_vmap():
     )
     for index, states in enumerate(calls):
         split.check_merge(states, outs[index], lses[index])
+
+
+def test_a_table_without_entries_takes_skipped_rows():
+    """Nothing exists in it, so nothing is written."""
+    cache, key = jnp.ones((3, 4, 1, 2)), jnp.zeros((2, 1, 2))
+    table, skipped = jnp.zeros((2, 0), jnp.int32), jnp.full(2, -1, jnp.int32)
+    for places in (skipped, jnp.arange(2, dtype=jnp.int32)):
+        call = jax.jit(lambda p: jaxattn.append_kv(key, key, cache, cache, table, positions=p))
+        for result in call(places):
+            assert np.array_equal(result, cache)

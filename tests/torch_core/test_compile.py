@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,9 +174,9 @@ def refusal_of(call):
 
 
 WRONG = [
-    ("soft_cap", dict(soft_cap=0.0), "soft_cap must be a positive finite number"),
-    ("soft_cap_negative", dict(soft_cap=-1.0), "soft_cap must be a positive finite number"),
-    ("k_scale_nan", dict(k_scale=float("nan")), "k_scale must be a positive finite number"),
+    ("soft_cap", dict(soft_cap=0.0), "soft_cap must be a positive finite float32 number"),
+    ("soft_cap_negative", dict(soft_cap=-1.0), "soft_cap must be a positive finite float32 number"),
+    ("k_scale_nan", dict(k_scale=float("nan")), "k_scale must be a positive finite float32 number"),
     ("k_scale_text", dict(k_scale="1"), "k_scale must be a number or a 0-d float array"),
     ("k_scale_bool", dict(k_scale=True), "k_scale must be a number or a 0-d float array"),
     ("window_left", dict(window_left=-2), "window_left must be in"),
@@ -298,3 +299,20 @@ def test_gradients_of_the_other_calls_are_refused(how, function, name):
     call = partly(call) if how == "compiled" else call
     error = refusal_of(lambda: call(given))
     assert f"torch_core.{function} is for inference and has no gradient" in str(error)
+
+
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda c: c.phase)
+def test_symbolic_numbers(case):
+    """dynamic=True, a second number and a second head_dim: no graph break, eager's results."""
+    function = getattr(torch_core, case.phase)
+    given = tensors(case.make())
+    dynamic = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert equal(dynamic(**given), function(**given))
+    again = compiled(function)
+    for scale in (0.3, 0.7):
+        assert equal(
+            again(**given | dict(sm_scale=scale)), function(**given | dict(sm_scale=scale))
+        )
+    for head_dim in (16, 24):
+        other = tensors(replace(case, head_dim=head_dim).make())
+        assert equal(again(**other), function(**other))

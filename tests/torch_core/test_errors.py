@@ -52,6 +52,7 @@ def constant_in_capture():
 OUT = torch.zeros(4, 4, 16)
 LSE = torch.zeros(4, 4)
 # name, trigger, error, start of the message
+KEY, OVERLAP = torch.zeros(1, 4, 2), torch.zeros(4, 1, 4, 2)
 OWN = [
     ("device", call("decode", page_table=torch.zeros(2, 3, dtype=torch.int32, device="meta")),
      ValueError, "page_table must be on cpu like the others, got meta"),
@@ -67,6 +68,13 @@ OWN = [
      NotImplementedError, "torch_core.merge_states is for inference"),
     ("shared_cache", shared_cache,
      ValueError, "value_cache must not share its memory with key_cache"),
+    ("append_overlap", lambda: torch_core.append_kv(
+        KEY, KEY, OVERLAP[:3], OVERLAP[1:], slots=torch.tensor([0], dtype=torch.int32)),
+     ValueError, "value_cache must not share its memory with key_cache"),
+    ("append_expanded", lambda: torch_core.append_kv(
+        KEY, KEY, OVERLAP[:1].expand(3, -1, -1, -1), OVERLAP[1:],
+        slots=torch.tensor([0], dtype=torch.int32)),
+     ValueError, "key_cache must not be an expanded tensor, got strides (0, 8, 2, 1)"),
     ("out_count", call("decode", out=(OUT, LSE)),
      ValueError, "out must be one tensor, got 2 tensors"),
     ("out_without_lse", call("decode", out=OUT, return_lse=True),
@@ -81,7 +89,7 @@ OWN = [
      "on cpu"),
     ("lse_shape", call("decode", out=(OUT, LSE[:3]), return_lse=True),
      ValueError, "out: lse must be float32 [4, 4] on cpu, got float32 [3, 4] on cpu"),
-    ("merge_out", call("merge_states", out=OUT), ValueError, "out must be (out, lse)"),
+    ("merge_out", call("merge_states", out=OUT), TypeError, "out must be (out, lse), got Tensor"),
     ("merge_out_lse", call("merge_states", out=(OUT[:3], LSE)),
      ValueError, "out: lse must be float32 [3, 4] on cpu, got float32 [4, 4] on cpu"),
     ("no_kernel", no_kernel, NotImplementedError,
