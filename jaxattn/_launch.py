@@ -24,8 +24,9 @@ from torch_core.problem import (
     unpack_options,
 )
 
-from . import _device, _ffi
+from . import _device, _ffi, _plain
 
+PLAIN = "plain"
 INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
 SCALES = ("sm_scale", "q_scale", "k_scale", "v_scale")
 
@@ -80,7 +81,9 @@ def attend(
         scales = module.scales(problem, inputs)
     scales = {name: as_float32(value) for name, value in scales.items()}
     arrays = inputs._replace(**dict.fromkeys(SCALES))
-    results = _attend(problem, kernel.name, arrays, scales)
+    # In XLA itself only by default: who names the reference gets it.
+    plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
+    results = _attend(problem, PLAIN if plain else kernel.name, arrays, scales)
     return results if problem.return_lse else results[0]
 
 
@@ -147,6 +150,16 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
 
 def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
     """The custom call of one kernel."""
+    if backend == PLAIN:
+        if not _plain.suits(problem):  # grown by vmap
+            return _call(problem, "reference", arrays, scales)
+        return (
+            jax.lax.cond(
+                _plain.valid(problem, arrays),
+                lambda: _plain.decode(problem, arrays, scales),
+                lambda: _call(problem, "reference", arrays, scales)[0],
+            ),
+        )
     module = dispatch.load(dispatch.find(problem.phase, backend))
     if hasattr(module, "bind"):
         return _call_kernel(module, problem, backend, arrays, scales)
