@@ -220,3 +220,24 @@ def test_reference_by_name_runs_on_the_gpu():
         np.testing.assert_allclose(
             one.astype(np.float32), other.astype(np.float32), rtol=2e-2, atol=1e-2
         )
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_append_makes_no_temporary_of_a_cache(dtype, kv_layout):
+    """Donated caches are written in place: no temporary near their size, the same memory."""
+    tokens = (64, 8) if kv_layout == "NHD" else (8, 64)
+    cache = jnp.zeros((1024, *tokens, 128), dtype)
+    other, key = cache + jnp.ones((), dtype), jnp.ones((4, 8, 128), jnp.bfloat16)
+    slots = jnp.array([3, 70, -1, 65535], jnp.int32)
+
+    def append(key_cache, value_cache):
+        return jaxattn.append_kv(
+            key, key, key_cache, value_cache, slots=slots, kv_layout=kv_layout, k_scale=0.5
+        )
+
+    compiled = jax.jit(append, donate_argnums=(0, 1)).lower(cache, other).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes // 8
+    before = [array.unsafe_buffer_pointer() for array in (cache, other)]
+    results = compiled(cache, other)
+    assert [array.unsafe_buffer_pointer() for array in results] == before
