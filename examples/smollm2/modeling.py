@@ -125,7 +125,9 @@ class Attention(nnx.Module):
         if batch.cu_seqlens_q is None:
             out = jaxattn.decode(*paged, backend=backend)
         else:
-            # No request has more rows than the pass.
+            # No request has more rows than the pass. Decode and prefill have kernels of their own:
+            # only the reference is a name for both.
+            backend = backend if backend == "reference" else "auto"
             out = jaxattn.prefill(*paged, batch.cu_seqlens_q, max_seqlen_q=rows, backend=backend)
         return self.out(out.reshape(rows, -1)), (key_cache, value_cache)
 

@@ -19,7 +19,10 @@ import torch
 from modeling import Batch, Engine, Ints, Sampling, init_caches
 from tokenizers import Tokenizer
 
+from torch_core.dispatch import BACKENDS
+
 DEFAULT_PROMPT = "The capital of France is"
+MAX_PAGE_SIZE = 4096
 
 
 @dataclass
@@ -181,7 +184,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add("--page-size", type=int, default=16, help="tokens in a page of the cache")
     add("--prefill-chunk", type=int, default=512, help="most prompt tokens in one step")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    add("--backend", default="auto", help="attention kernel, as in jaxattn.decode")
+    add("--backend", default="auto", help="kernel of the decode steps, as in jaxattn.decode")
     add("--json", action="store_true", help="one line a prompt: prompt, tokens, text")
     options = parser.parse_args(arguments)
     options.prompts = options.prompts or [DEFAULT_PROMPT]
@@ -193,8 +196,18 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
         if getattr(options, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be 1 or more, got {getattr(options, name)}")
-    if "" in options.prompts:
-        parser.error("PROMPT must not be empty")
+    for name, high in (("page_size", MAX_PAGE_SIZE), ("seed", 2**63 - 1)):
+        if getattr(options, name) > high:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be at most {high}, got {getattr(options, name)}")
+    if options.backend not in BACKENDS:
+        names = ", ".join(map(repr, BACKENDS))
+        parser.error(f"--backend must be one of {names}, got {options.backend!r}")
+    for prompt in options.prompts:
+        if not prompt:
+            parser.error("PROMPT must not be empty")
+        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            parser.error("PROMPT must be UTF-8")
     return parser, options
 
 
@@ -262,12 +275,14 @@ def write(options: argparse.Namespace, tokenizer: Tokenizer, results: list[list[
 def report(result: Generation) -> None:
     """Speed without the compilation, on stderr."""
     prefill = result.prompt_tokens / result.prefill_seconds
-    decode = result.decode_tokens / result.decode_seconds if result.decode_tokens else math.nan
+    decode = "no decode step, "
+    if result.decode_tokens:
+        decode = f"decode {result.decode_tokens / result.decode_seconds:.1f} tokens/s, "
     # Linux counts kilobytes, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     print(
-        f"prompt {prefill:.1f} tokens/s, decode {decode:.1f} tokens/s, "
+        f"prompt {prefill:.1f} tokens/s, {decode}"
         f"compilation {result.compile_seconds:.1f} s, peak resident memory {peak:.0f} MiB",
         file=sys.stderr,
     )

@@ -476,8 +476,8 @@ def test_sampled_tokens_follow_the_seed(small):
         (["hello", ""], "PROMPT must not be empty"),
         (["--model", "/nowhere"], "no model at /nowhere"),
         (["--model", "SMALL", "--max-new-tokens", "126"], "model's context of 128 tokens"),
-        (["--model", "SMALL", "--backend", "warp"], "backend must be one of 'auto', "),
-        (["--model", "SMALL", "--backend", "xqa"], "backend 'xqa' cannot run this prefill"),
+        (["--model", "SMALL", "--backend", "warp"], "--backend must be one of 'auto', "),
+        (["--model", "SMALL", "--backend", "xqa"], "backend 'xqa' cannot run this decode"),
     ],
 )
 def test_bad_options(small, capsys, arguments, message):
