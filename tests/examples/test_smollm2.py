@@ -131,10 +131,17 @@ def test_batch_equals_transformers(loaded, expected, page_size):
     assert result.tokens == expected.tokens
 
 
-def test_each_prompt_alone_equals_transformers(loaded, expected):
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_each_prompt_alone_equals_transformers(loaded, expected, page_size):
     engine = modeling.Engine(loaded.model)
     for prompt, tokens in zip(expected.ids, expected.tokens, strict=True):
-        result = run.generate(engine, [prompt], max_new_tokens=NEW_TOKENS, eos_ids=loaded.eos_ids)
+        result = run.generate(
+            engine,
+            [prompt],
+            max_new_tokens=NEW_TOKENS,
+            eos_ids=loaded.eos_ids,
+            page_size=page_size,
+        )
         assert result.tokens == [tokens]
 
 
