@@ -9,6 +9,7 @@ follows them.
 
 import argparse
 import time
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ def make_step(device: torch.device):
         # torch_core.append_kv reads its places on the host; a graph needs them on the device.
         key_cache.view(-1, NUM_KV_HEADS, HEAD_DIM)[slots] = key
         value_cache.view(-1, NUM_KV_HEADS, HEAD_DIM)[slots] = key
+        out: Any  # without return_lse, one tensor
         out = torch_core.decode(hidden, key_cache, value_cache, page_table, seq_lens)
         hidden.copy_(torch.nn.functional.rms_norm(hidden + out, (HEAD_DIM,)))
 
