@@ -497,7 +497,7 @@ def test_r10_memory_stays_flat_over_100_000_calls():
     before = resident()
     for name, (loop, state) in loops.items():
         jax.block_until_ready(loop(state, calls[name]))
-    assert resident() - before < 8 * sum(calls.values())
+    assert resident() - before < 16 * sum(calls.values())
 
 
 def test_r10_memory_stays_flat_over_dispatches():
