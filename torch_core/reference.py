@@ -103,7 +103,8 @@ def _decode(problem, inputs, out, lse, compute_dtype, lengths, pages) -> None:
             _store(lse, index, result_lse)
 
 
-def _store(target, index, result) -> None:
+def _store(target: Any, index: Any, result: Any) -> None:
+    """Writes a result, or a part of it, in the target's dtype."""
     if index is None:
         target.copy_(result)
     else:
@@ -128,12 +129,15 @@ def _prefill(problem, inputs, out, lse, compute_dtype, lengths, pages, offsets) 
             result, result_lse = _attend(
                 problem, inputs, query, key, value, visible, compute_dtype, lse is not None
             )
-            out[first:last] = result[0].to(out.dtype)
-            if lse is not None and result_lse is not None:
-                lse[first:last] = result_lse[0].to(lse.dtype)
+            rows = slice(first, last)
+            _store(out, rows, result[0])
+            if lse is not None:
+                _store(lse, rows, result_lse[0])
 
 
-def _attend(problem, inputs, query, key, value, visible, compute_dtype, with_lse):
+def _attend(
+    problem, inputs, query, key, value, visible, compute_dtype, with_lse
+) -> tuple[torch.Tensor, Any]:
     """softmax(query . key * scale) value over the visible keys.
 
     query [batch, rows, num_qo_heads, head_dim]; key and value [batch, length, num_kv_heads,

@@ -51,9 +51,8 @@ def test_donated_caches_are_not_copied(kv_layout, kv_dtype):
     dtype = "bfloat16" if kv_dtype.startswith("float8") else kv_dtype
     arguments = kv_model.Append("", dtype=dtype, kv_layout=kv_layout, kv_dtype=kv_dtype).make()
     arrays = arrays_of(arguments)
-    pages = jnp.zeros((512, *arrays["key_cache"].shape[1:]), kv_dtype)
-    key, value = arrays.pop("key_cache"), arrays.pop("value_cache")
-    del key, value
+    pages = jnp.zeros((512, *arrays.pop("key_cache").shape[1:]), kv_dtype)
+    del arrays["value_cache"]
     step = jax.jit(
         lambda key, value, arrays: jaxattn.append_kv(
             key_cache=key, value_cache=value, kv_layout=kv_layout, **arrays
