@@ -5,6 +5,8 @@ from .interop import to_jax as to_jax
 from .interop import to_torch as to_torch
 from .kv_cache import append_kv as append_kv
 from .kv_cache import merge_states as merge_states
+from .prefill import plan_prefill as plan_prefill
 from .prefill import prefill as prefill
 from .support import explain as explain
 from .support import supported as supported
+from .support import warmup as warmup

@@ -1,26 +1,35 @@
 """What is known of the target device while tracing."""
 
 import functools
+from typing import Any
 
 import jax
 
 from torch_core import dispatch
 
 
+def _device() -> Any:
+    """The device that JAX puts a call on which says nothing else: `jax.default_device`, or the
+    first one."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is None or isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen
+
+
 @functools.cache
-def _capability() -> int:
-    if jax.default_backend() != "gpu":
+def _capability(device: Any) -> int:
+    if device.platform != "gpu":
         return 0
-    major, minor = map(int, jax.devices()[0].compute_capability.split("."))
+    major, minor = map(int, device.compute_capability.split("."))
     return major * 10 + minor
 
 
-@functools.cache
 def multiprocessors() -> int:
     """Multiprocessors of JAX's default GPU."""
-    return jax.devices()[0].core_count
+    return _device().core_count
 
 
 def environment() -> dispatch.Environment:
     """The environment of JAX's default device."""
-    return dispatch.environment(_capability())
+    return dispatch.environment(_capability(_device()))

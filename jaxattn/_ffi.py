@@ -7,6 +7,7 @@ jax_tvm_ffi reports row-major strides whatever the layout is.
 """
 
 import functools
+import logging
 import pathlib
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -19,10 +20,13 @@ import torch
 import tvm_ffi
 import tvm_ffi.cpp
 
-from torch_core.binding import Binding, Operand, Scalar, Size
+import torch_core.binding
+from torch_core.binding import Binding, Operand, Part, Scalar, Size
 
 # The handler table of jax-tvm-ffi holds this many entries for the whole process.
 MAX_TARGETS = 1024
+
+logger = logging.getLogger("jaxattn")
 
 _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
@@ -89,14 +93,22 @@ def call_kernel(
         aliases: name of an operand -> name of the result that shares its buffer.
     """
     order = [*operands, *results]
-    # What tells this target from others: the kernel, its constants and the order of its tensors.
-    name = f"jaxattn.{binding.name}({','.join(order)})({','.join(map(str, binding.arguments))})"
-    _register(name, "gpu", lambda: _adapted(binding, order), ["args", "rets"], captured=True)
     indices = {
         order.index(operand): list(results).index(result)
         for operand, result in (aliases or {}).items()
     }
-    values = _ffi_call(name, list(operands.values()), list(results.values()), indices)
+    arrays, kinds = list(operands.values()), list(results.values())
+    # What tells this target from others: the kernel, its constants and the order of its tensors.
+    name = f"jaxattn.{binding.name}({','.join(order)})({','.join(map(str, binding.arguments))})"
+    if adapter() is None:
+
+        def launch(*tensors: torch.Tensor) -> None:
+            torch_core.binding.launch(binding, dict(zip(order, tensors, strict=True)))
+
+        values = call(name, launch, arrays, kinds, aliases=indices, platform="gpu")
+    else:
+        _register(name, "gpu", lambda: _adapted(binding, order), ["args", "rets"], captured=True)
+        values = _ffi_call(name, arrays, kinds, indices)
     return dict(zip(results, values, strict=True))
 
 
@@ -114,23 +126,34 @@ def _adapted(binding: Binding, order: list[str]) -> tvm_ffi.Function:
             spec += [2 if argument.swap else 1, order.index(argument.name), 0, 0]
         elif isinstance(argument, Size):
             spec += [3, order.index(argument.name), argument.axis, argument.times]
+        elif isinstance(argument, Part):
+            spec += [4, order.index(argument.name), argument.start, argument.length]
         elif isinstance(argument, Scalar):
             spec += [*constant(1.0), 1, order.index(argument.name), 0, 0]
         else:
             spec += constant(argument)
-    return _adapter().adapt(binding.function, spec, constants)
+    return adapter().adapt(binding.function, spec, constants)
 
 
 @functools.cache
-def _adapter() -> tvm_ffi.Module:
-    """The adapter; built once per machine, in a few seconds, and kept in TVM-FFI's cache."""
+def adapter() -> Any:
+    """The adapter; built once per machine, in a few seconds, and kept in TVM-FFI's cache. None
+    where it cannot be built: kernels are then launched by Python, uncaptured."""
     source = pathlib.Path(__file__).with_name("adapter.cpp")
-    return tvm_ffi.cpp.load(name="jaxattn_adapter", cpp_files=[str(source)])
+    try:
+        return tvm_ffi.cpp.load(name="jaxattn_adapter", cpp_files=[str(source)])
+    except Exception as error:
+        logger.warning(
+            "the C++ adapter could not be built, so kernels are launched by Python, which is "
+            "slower under jit (it needs a C++ compiler and ninja): %s",
+            str(error).strip().splitlines()[-1:],
+        )
+        return None
 
 
 def kernel_calls() -> int:
     """How often the adapter launched a kernel, recordings of a command buffer included."""
-    return _adapter().calls()
+    return adapter().calls()
 
 
 def _register(

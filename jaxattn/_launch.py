@@ -18,8 +18,10 @@ from torch_core import dispatch
 from torch_core.binding import Ops
 from torch_core.problem import (
     DESCRIBE,
+    SCALES,
     AttentionInputs,
     AttentionProblem,
+    describe_prefill,
     pack_options,
     unpack_options,
 )
@@ -28,7 +30,6 @@ from . import _device, _ffi, _plain
 
 PLAIN = "plain"
 INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
-SCALES = ("sm_scale", "q_scale", "k_scale", "v_scale")
 
 
 def require_jax(**arrays: Any) -> None:
@@ -67,24 +68,46 @@ def refuse_vmap(name: str, function: Callable, way_out: str) -> Callable:
 
 
 def attend(
-    phase: str, inputs: AttentionInputs, *, backend: str, plan: Any = None, **options: Any
+    phase: str, inputs: AttentionInputs, *, backend: str, **options: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Runs a decode or prefill call; `options` are its static arguments."""
     require_jax(**inputs._asdict())
     problem, inputs = DESCRIBE[phase](inputs, **options)
-    if plan is not None:
-        raise ValueError("plan must be None: no kernel of this version needs a plan")
     kernel = dispatch.choose(problem, _device.environment(), backend)
     module = dispatch.load(kernel)
+    if kernel.plans:
+        dispatch.require_plan(inputs.plan, problem, _device.multiprocessors(), kernel)
+    else:
+        dispatch.require_plan(inputs.plan, problem, 0, kernel)
+        inputs = inputs._replace(plan=None)
     scales = {name: getattr(inputs, name) for name in SCALES}
     if hasattr(module, "scales"):
-        scales = module.scales(problem, inputs)
+        # Half-precision arrays would lose digits in products.
+        wide = {n: x if isinstance(x, float) else as_float32(x) for n, x in scales.items()}
+        scales = module.scales(problem, inputs._replace(**wide))
     scales = {name: as_float32(value) for name, value in scales.items()}
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     # In XLA itself only by default: who names the reference gets it.
     plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
     results = _attend(problem, PLAIN if plain else kernel.name, arrays, scales)
     return results if problem.return_lse else results[0]
+
+
+def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> jax.Array:
+    """The plan of a prefill's kernel, empty where it takes none."""
+    require_jax(seq_lens=inputs.seq_lens, cu_seqlens_q=inputs.cu_seqlens_q)
+    problem, inputs = describe_prefill(inputs, **options)
+    kernel = dispatch.choose(problem, _device.environment(), backend)
+    if not kernel.plans:
+        return jnp.zeros(0, jnp.int32)
+    return _plan(problem, kernel.name, inputs.seq_lens, inputs.cu_seqlens_q)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _plan(problem: AttentionProblem, backend: str, seq_lens, cu_seqlens_q) -> jax.Array:
+    inputs = AttentionInputs(*[None] * 4, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
+    module = dispatch.load(dispatch.find("prefill", backend))
+    return module.make_plan(problem, inputs, _OPS, _device.multiprocessors(), backend)
 
 
 def as_float32(scale: Any) -> Any:
@@ -183,27 +206,46 @@ _OPS = Ops(
     where=jnp.where,
     cast=lambda array, dtype: array.astype(dtype),
     take=jnp.take_along_axis,
-    constant=lambda array: array,
+    constant=jnp.asarray,
+    concatenate=jnp.concatenate,
+    cumsum=lambda vector: jnp.cumsum(vector, dtype=vector.dtype),
+    argsort=jnp.argsort,
 )
 
 
 def _call_kernel(
     module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
-) -> tuple[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
-    binding = module.bind(problem, _device.multiprocessors(), backend)
-    out_scale = scales.get("out_scale")
-    operands = module.operands(problem, arrays, _OPS)
-    operands |= {name: scales[name] for name in scales if name != "out_scale"}
-    operands["semaphores"] = jnp.zeros(binding.semaphores, jnp.int32)
-    results = dict(
-        out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)),
-        scratch=jax.ShapeDtypeStruct((binding.scratch,), jnp.uint8),
-        semaphores_left=jax.ShapeDtypeStruct((binding.semaphores,), jnp.int32),
-    )
-    aliases = dict(semaphores="semaphores_left")
-    out = _ffi.call_kernel(binding, operands, results, aliases=aliases)["out"]
-    return (out if out_scale is None else (out * out_scale).astype(out.dtype),)
+    results = dict(out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
+    if problem.return_lse:
+        results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)
+    wanted = tuple(results)
+    if not problem.num_rows:
+        return tuple(jnp.zeros(result.shape, result.dtype) for result in results.values())
+    sm_count = _device.multiprocessors()
+    binding = module.bind(problem, sm_count, backend)
+    scales = dict(scales)
+    out_scale = scales.pop("out_scale", None)
+    operands = module.operands(problem, arrays, scales, _OPS, sm_count, backend)
+    if binding.sinks_after:
+        results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)
+    results["scratch"] = jax.ShapeDtypeStruct((binding.scratch,), jnp.uint8)
+    aliases = {}
+    if binding.semaphores:
+        operands["semaphores"] = jnp.zeros(binding.semaphores, jnp.int32)
+        results["semaphores_left"] = jax.ShapeDtypeStruct((binding.semaphores,), jnp.int32)
+        aliases["semaphores"] = "semaphores_left"
+    values = _ffi.call_kernel(binding, operands, results, aliases=aliases)
+    if out_scale is not None:
+        values["out"] = (values["out"] * out_scale).astype(results["out"].dtype)
+    if "lse" in values:
+        values["lse"] *= binding.lse_unit
+    if binding.sinks_after:
+        share = jax.nn.sigmoid(values["lse"] - arrays.sinks)
+        values["out"] = (values["out"] * share[..., None]).astype(results["out"].dtype)
+        values["lse"] = jnp.logaddexp(values["lse"], arrays.sinks)
+    return tuple(values[name] for name in wanted)
 
 
 def static_options(problem: AttentionProblem) -> dict[str, Any]:

@@ -10,22 +10,35 @@
 
 namespace ffi = tvm::ffi;
 
-enum Kind : int64_t { kConstant, kTensor, kSwapped, kSize };
+enum Kind : int64_t { kConstant, kTensor, kSwapped, kSize, kPart };
 
+// `first` and `second` are axis and factor of a size, start and length of a part.
 struct Argument {
-  int64_t kind, index, axis, times;
+  int64_t kind, index, first, second;
 };
 
 constexpr int kMaxArguments = 64;
-constexpr int kMaxSwapped = 4;
+constexpr int kMaxViews = 8;
 constexpr int kMaxRank = 8;
 
-// A tensor with axes 1 and 2 exchanged: same memory, other strides.
-struct SwappedTensor {
+// Another view of an operand's memory.
+struct View {
   DLTensor tensor;
   int64_t shape[kMaxRank], strides[kMaxRank];
 
-  void Assign(const DLTensor* source) {
+  // Elements start to start + length of a vector.
+  void Part(const DLTensor* source, int64_t start, int64_t length) {
+    TVM_FFI_ICHECK(source->ndim == 1 && start + length <= source->shape[0]) << "no such part";
+    shape[0] = length;
+    strides[0] = 1;
+    tensor = *source;
+    tensor.data = static_cast<char*>(source->data) + start * (source->dtype.bits / 8);
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+
+  // Axes 1 and 2 exchanged: other strides.
+  void Swap(const DLTensor* source) {
     TVM_FFI_ICHECK(source->ndim >= 3 && source->ndim <= kMaxRank) << "rank " << source->ndim;
     int64_t stride = 1;
     for (int axis = source->ndim - 1; axis >= 0; --axis) {
@@ -57,8 +70,8 @@ ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<f
   return ffi::Function::FromPacked(
       [kernel, arguments, constants](ffi::PackedArgs args, ffi::Any* result) {
         ffi::AnyView values[kMaxArguments];
-        SwappedTensor swapped[kMaxSwapped];
-        int num_swapped = 0;
+        View views[kMaxViews];
+        int num_views = 0;
         for (size_t i = 0; i < arguments.size(); ++i) {
           const Argument& argument = arguments[i];
           if (argument.kind == kConstant) {
@@ -72,12 +85,17 @@ ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<f
           }
           DLTensor* tensor = args[argument.index].cast<DLTensor*>();
           if (argument.kind == kSize) {
-            values[i] = tensor->shape[argument.axis] * argument.times;
-          } else {
-            TVM_FFI_ICHECK(num_swapped < kMaxSwapped) << "too many swapped tensors";
-            swapped[num_swapped].Assign(tensor);
-            values[i] = &swapped[num_swapped++].tensor;
+            values[i] = tensor->shape[argument.first] * argument.second;
+            continue;
           }
+          TVM_FFI_ICHECK(num_views < kMaxViews) << "too many views";
+          View& view = views[num_views++];
+          if (argument.kind == kPart) {
+            view.Part(tensor, argument.first, argument.second);
+          } else {
+            view.Swap(tensor);
+          }
+          values[i] = &view.tensor;
         }
         ++num_calls;
         kernel.CallPacked(values, static_cast<int32_t>(arguments.size()), result);

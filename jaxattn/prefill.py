@@ -31,7 +31,7 @@ def prefill(
     kv_layout: str = "NHD",
     return_lse: bool = False,
     batch_invariant: bool = False,
-    plan: Any = None,
+    plan: Int32[AnyArray, " plan_size"] | None = None,
     backend: str = "auto",
 ) -> Array | tuple[AnyArray, Array]:
     """Attends the newest tokens of each request to its paged cache, prefix included.
@@ -56,7 +56,7 @@ def prefill(
         causal: rows see keys up to their own position; False: every key of their request.
         sm_scale, window_left, soft_cap, sinks, q_scale, k_scale, v_scale, kv_layout, return_lse,
             batch_invariant, backend: as in `decode`.
-        plan: host-side plan of the kernels that need one; none of the present ones does.
+        plan: int32 [n] from `plan_prefill` for this step; default: made in the call.
 
     Returns:
         out [total_q, num_qo_heads, head_dim], and with return_lse lse float32 [total_q,
@@ -79,6 +79,7 @@ def prefill(
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         sinks=sinks,
+        plan=plan,
         sm_scale=sm_scale,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -88,7 +89,62 @@ def prefill(
         "prefill",
         inputs,
         backend=backend,
-        plan=plan,
+        max_seqlen_q=max_seqlen_q,
+        causal=causal,
+        kv_layout=kv_layout,
+        window_left=window_left,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+    )
+
+
+def plan_prefill(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    page_table: Any,
+    seq_lens: Int32[AnyArray, " batch"],
+    cu_seqlens_q: Int32[AnyArray, " batch+1"],
+    *,
+    max_seqlen_q: int,
+    causal: bool = True,
+    window_left: int = -1,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    kv_layout: str = "NHD",
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> Int32[Array, " plan_size"]:
+    """Makes the work lists of a prefill, once for all layers of a step.
+
+    They depend on the lengths, and are made on the device, inside jit too. `prefill` makes its own
+    where it gets none; XLA merges those of layers that it sees side by side, but not those of a
+    scan.
+
+    Args:
+        query, key_cache, value_cache, page_table: as in `prefill`; only shapes and dtypes are
+            looked at, so a jax.ShapeDtypeStruct will do.
+        seq_lens, cu_seqlens_q: as in `prefill`.
+        max_seqlen_q, causal, window_left, soft_cap, sinks, kv_layout, return_lse,
+            batch_invariant, backend: as in the calls that the plan is for.
+
+    Returns:
+        int32 [n] for `prefill(plan=...)`; n is 0 where the kernel needs no plan.
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
+        NotImplementedError: no kernel runs such a call.
+
+    Caller's contract: the plan serves calls with the same lengths, shapes, dtypes and options.
+    """
+    inputs = AttentionInputs(
+        query, key_cache, value_cache, page_table, seq_lens, cu_seqlens_q, sinks
+    )
+    return _launch.make_plan(
+        inputs,
+        backend=backend,
         max_seqlen_q=max_seqlen_q,
         causal=causal,
         kv_layout=kv_layout,

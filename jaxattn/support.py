@@ -3,9 +3,10 @@
 import functools
 from typing import Any
 
+import torch_core
 from torch_core import dispatch
 
-from . import _device
+from . import _device, _ffi
 
 
 @functools.wraps(dispatch.explain)
@@ -18,3 +19,11 @@ def explain(phase: str, *, capability: int | None = None, **arguments: Any) -> d
 def supported(phase: str, *, capability: int | None = None, **arguments: Any) -> bool:
     capability = _device.environment().capability if capability is None else capability
     return dispatch.supported(phase, capability=capability, **arguments)
+
+
+@functools.wraps(torch_core.warmup)
+def warmup(phase: str, **arguments: Any) -> str:
+    name = torch_core.warmup(phase, **arguments)
+    if _device.environment().capability:
+        _ffi.adapter()
+    return name

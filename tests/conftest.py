@@ -1,17 +1,43 @@
 """Fixtures and options of the whole suite."""
 
+import importlib.util
+import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jaxtyping
 import pytest
 import torch
 
+from . import interpreter
+
 jax.config.update("jax_num_cpu_devices", 2)
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
+    if importlib.util.find_spec("triton") is not None:
+        interpreter.mend()
 # The shape annotations of both packages are enforced where a test asks for it: a test of an error
 # message must reach the library's own check.
 jaxtyping.config.update("jaxtyping_disable", True)
+
+KERNELS = ("torch_core.qsa.kernels", "torch_core.backends.append")
+
+
+def _leave_out(finder: Any) -> None:
+    """Keeps jaxtyping's import hook away from Triton kernels: it wraps functions, and Triton would
+    look for their globals in jaxtyping's own file."""
+    find_spec = finder.find_spec
+    finder.find_spec = lambda name, *more: (
+        None if name.startswith(KERNELS) else find_spec(name, *more)
+    )
+
+
+for _finder in sys.meta_path:
+    if "jaxtyping" in type(_finder).__module__:
+        _leave_out(_finder)
 
 
 @pytest.fixture

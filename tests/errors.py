@@ -152,8 +152,8 @@ SHARED = [
           NotImplementedError,
           "backend 'xqa' cannot run this decode: needs capability 90, 100, 120 to 129, this device "
           "has none (CPU)"),
-    Wrong("backend_of_other_phase", "decode", dict(backend="fmha_v2"), NotImplementedError,
-          "backend 'fmha_v2' cannot run this decode: it has no decode kernel"),
+    Wrong("backend_of_other_phase", "decode", dict(backend="native_prefill_fa2"), NotImplementedError,
+          "backend 'native_prefill_fa2' cannot run this decode: it has no decode kernel"),
     Wrong("q_len_float", "decode", dict(q_len=2.0), TypeError,
           "q_len must be a Python int known before the call, got float"),
     Wrong("q_len_bool", "decode", dict(q_len=True), TypeError,
@@ -205,8 +205,10 @@ SHARED = [
           "got float32"),
     Wrong("query_rows", "decode", dict(query=longer), ValueError,
           "query must have batch * q_len = 2 * 2 rows, got 5"),
-    Wrong("plan", "prefill", dict(plan=1), ValueError,
-          "plan must be None: no kernel of this version needs a plan"),
+    Wrong("plan", "prefill", dict(plan=1), TypeError, "plan must be an array, got int"),
+    Wrong("plan_size", "prefill", dict(plan=np.zeros(3, np.int32)), ValueError,
+          "plan must be int32 [0], made by plan_prefill for a call of these shapes and options "
+          "(reference), got [3]"),
     Wrong("seq_lens_high", "decode", dict(seq_lens=first(25)), ValueError,
           "seq_lens must be in [0, pages_per_seq * page_size = 24], got 9 to 25", True),
     Wrong("seq_lens_low", "prefill", dict(seq_lens=first(-1)), ValueError,

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import dispatch
+from .problem import AttentionInputs, AttentionProblem
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -32,6 +35,18 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Part:
+    """`length` elements of a vector of the call, from `start` on; no copy."""
+
+    name: str
+    start: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:+{self.length}]"
+
+
+@dataclass(frozen=True)
 class Scalar:
     """A scale, by name: upstream takes a number and an optional tensor that overrides it."""
 
@@ -44,14 +59,63 @@ class Scalar:
 @dataclass(frozen=True)
 class Binding:
     """A compiled function and, in its own order, what each argument is: an Operand, a Size, a
-    Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit zeros, left
-    zero, and belong to one launch at a time."""
+    Part, a Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit
+    zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
+    natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
+    of its lse."""
 
     name: str
     function: Any
     arguments: tuple[Any, ...]
     scratch: int
-    semaphores: int
+    semaphores: int = 0
+    lse_unit: float = 1.0
+    sinks_after: bool = False
+
+
+def run(
+    module: Any,
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    kernel: str,
+) -> None:
+    """Runs a backend's bound kernel on torch's current stream; nothing synchronises."""
+    if not problem.num_rows:
+        return
+    device = out.device
+    sm_count = dispatch.sm_count(device)
+    binding = module.bind(problem, sm_count, kernel)
+    numbers = module.scales(problem, inputs)
+    numbers = {name: _on_device(value, device) for name, value in numbers.items()}
+    out_scale = numbers.pop("out_scale", None)
+    wanted_lse = lse
+    if binding.sinks_after and lse is None:
+        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
+    tensors = dict(
+        out=out,
+        lse=lse,
+        semaphores=torch.zeros(binding.semaphores, dtype=torch.int32, device=device),
+        scratch=torch.empty(binding.scratch, dtype=torch.uint8, device=device),
+    )
+    tensors |= module.operands(problem, inputs, numbers, torch_ops(device), sm_count, kernel)
+    launch(binding, tensors)
+    if out_scale is not None:
+        out.mul_(out_scale)
+    if lse is not None:
+        lse.mul_(binding.lse_unit)
+    if binding.sinks_after and lse is not None:
+        out.mul_(torch.sigmoid(lse - inputs.sinks)[..., None])
+        if wanted_lse is not None:
+            torch.logaddexp(lse, inputs.sinks.expand_as(lse), out=wanted_lse)
+
+
+def _on_device(scale: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """A scale as a kernel reads it; one in host memory becomes a number."""
+    if not isinstance(scale, torch.Tensor) or scale.device == device:
+        return scale
+    return scale.item()
 
 
 def launch(binding: Binding, tensors: dict[str, Any]) -> None:
@@ -63,6 +127,8 @@ def launch(binding: Binding, tensors: dict[str, Any]) -> None:
             values.append(tensor.transpose(1, 2) if argument.swap else tensor)
         elif isinstance(argument, Size):
             values.append(tensors[argument.name].shape[argument.axis] * argument.times)
+        elif isinstance(argument, Part):
+            values.append(tensors[argument.name].narrow(0, argument.start, argument.length))
         elif isinstance(argument, Scalar):
             value = tensors[argument.name]
             values += [1.0, value] if isinstance(value, torch.Tensor) else [value, None]
@@ -78,6 +144,9 @@ class Ops(NamedTuple):
     cast: Callable[[Any, str], Any]
     take: Callable[[Any, Any, int], Any]  # along an axis, index of the array's rank
     constant: Callable[[np.ndarray], Any]
+    concatenate: Callable[..., Any]  # of a list, along axis 0 by default
+    cumsum: Callable[[Any], Any]  # of a vector, its dtype kept
+    argsort: Callable[[Any], Any]  # of a vector, rising, stable
 
 
 def torch_ops(device: torch.device) -> Ops:
@@ -87,6 +156,9 @@ def torch_ops(device: torch.device) -> Ops:
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         take=torch.take_along_dim,
         constant=lambda array: _constant(array.tobytes(), str(array.dtype), array.shape, device),
+        concatenate=torch.concatenate,
+        cumsum=lambda vector: vector.cumsum(0, dtype=vector.dtype),
+        argsort=lambda vector: vector.argsort(stable=True),
     )
 
 

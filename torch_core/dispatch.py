@@ -35,8 +35,6 @@ class Explanation:
 
     def __str__(self) -> str:
         chosen = f"{self.kernel.name}: chosen" if self.kernel else "no kernel"
-        if self.kernel is not None and self.kernel.host_plan:
-            chosen += " (plans on the host: synchronises, and is not captured under jit)"
         lines = [f"{name}: {reason}" for name, reason in self.reasons.items()]
         return "\n".join([chosen, *lines])
 
@@ -177,6 +175,18 @@ def load(kernel: Kernel) -> Any:
     return importlib.import_module(f"torch_core.{kernel.module}")
 
 
+def require_plan(plan: Any, problem: AttentionProblem, sm_count: int, kernel: Kernel) -> None:
+    """Checks the size of a plan that the caller gives."""
+    if plan is None:
+        return
+    wanted = load(kernel).plan_size(problem, sm_count, kernel.name) if kernel.plans else 0
+    if plan.shape[0] != wanted:
+        raise ValueError(
+            f"plan must be int32 [{wanted}], made by plan_prefill for a call of these shapes and "
+            f"options ({kernel.name}), got [{plan.shape[0]}]"
+        )
+
+
 @functools.cache
 def environment(capability: int) -> Environment:
     """This machine, with a device of the given capability (0: the CPU)."""
@@ -234,6 +244,50 @@ def explain(
     Raises:
         ValueError, TypeError: an argument that no call accepts.
     """
+    problem = describe_call(
+        phase,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        query_dtype=query_dtype,
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+        q_len=q_len,
+        causal=causal,
+        window_left=window_left,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        draft_mask=draft_mask,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+    )
+    if capability is None:
+        capability = device_capability()
+    capability = checks.integer("capability", capability, 0)
+    return explain_problem(problem, environment(capability), backend)
+
+
+def describe_call(
+    phase: str,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    query_dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    kv_layout: str = "NHD",
+    q_len: int = 1,
+    causal: bool = True,
+    window_left: int = -1,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    draft_mask: bool = False,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> AttentionProblem:
+    """The problem of a call by its parameters, with one request; the arguments of `explain`."""
     checks.choice("phase", phase, ("decode", "prefill"))
     for name, value in (
         ("num_qo_heads", num_qo_heads),
@@ -271,11 +325,7 @@ def explain(
     else:
         inputs = inputs._replace(cu_seqlens_q=Spec((2,), "int32"))
         problem, _ = describe_prefill(inputs, max_seqlen_q=q_len, causal=causal, **options)
-    problem = dataclasses.replace(problem, kv_dtype=kv_dtype)
-    if capability is None:
-        capability = device_capability()
-    capability = checks.integer("capability", capability, 0)
-    return explain_problem(problem, environment(capability), backend)
+    return dataclasses.replace(problem, kv_dtype=kv_dtype)
 
 
 def supported(phase: str, **arguments: Any) -> bool:
@@ -306,6 +356,13 @@ def device_capability(device: torch.device | None = None) -> int:
     return major * 10 + minor
 
 
+def sm_count(device: torch.device | None = None) -> int:
+    """Multiprocessors of a CUDA device (default: the current one), 0 without one."""
+    if (device is not None and device.type != "cuda") or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def matrix() -> str:
     """TABLE as a Markdown table."""
     columns = {
@@ -320,7 +377,7 @@ def matrix() -> str:
         "window": lambda k: _mark(k.window),
         "sinks": lambda k: _mark(k.sinks),
         "drafts": lambda k: _mark(k.drafts) if k.phase == "decode" else "",
-        "host plan": lambda k: _mark(k.host_plan),
+        "plan": lambda k: _mark(k.plans),
         "status": lambda k: k.status if _has_module(k.module) else "to come",
     }
     lines = [list(columns), ["---"] * len(columns)]

@@ -1,10 +1,13 @@
 """Writing the paged cache, and joining attentions over parts of it."""
 
+import importlib
+from typing import Any
+
 import torch
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from . import launch, reference
+from . import dispatch, launch, reference
 from .decode import Scale
 from .problem import AppendInputs, describe_append, describe_merge
 
@@ -66,8 +69,16 @@ def append_kv(
     else:
         _require_own_memory(key_cache, value_cache)
         with torch.no_grad():
-            reference.append(problem, inputs)
+            _append(inputs)(problem, inputs)
     return key_cache, value_cache
+
+
+def _append(inputs: AppendInputs) -> Any:
+    """What writes: on a GPU a kernel, which needs capability 89 to make fp8 rows."""
+    capability = dispatch.device_capability(inputs.key_cache.device)
+    if capability >= (89 if inputs.key_cache.element_size() == 1 else 75):
+        return importlib.import_module("torch_core.backends.append").run
+    return reference.append
 
 
 def _require_own_memory(key_cache: Tensor, value_cache: Tensor) -> None:

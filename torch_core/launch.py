@@ -5,21 +5,27 @@ from typing import Any
 
 import torch
 
-from . import dispatch
-from .problem import DESCRIBE, AttentionInputs, AttentionProblem, pack_options, unpack_options
+from . import binding, dispatch
+from .problem import (
+    DESCRIBE,
+    SCALES,
+    AttentionInputs,
+    AttentionProblem,
+    describe_prefill,
+    pack_options,
+    unpack_options,
+)
 
 _NUM_ARRAYS = AttentionInputs._fields.index("sm_scale")
 
 
 def attend(
-    phase: str, inputs: AttentionInputs, *, out: Any, backend: str, plan: Any = None, **options: Any
+    phase: str, inputs: AttentionInputs, *, out: Any, backend: str, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Runs a decode or prefill call; `options` are its static arguments."""
     problem, inputs = DESCRIBE[phase](inputs, **options)
     require_same_device(**inputs._asdict())
     require_no_grad(phase, *inputs)
-    if plan is not None:
-        raise ValueError("plan must be None: no kernel of this version needs a plan")
     if torch.compiler.is_compiling():
         if out is not None:
             _outputs(problem, inputs.query.device, out)
@@ -29,13 +35,43 @@ def attend(
         for target, value in zip(_pair(out), _pair(result), strict=True):
             target.copy_(value)
         return out
-    kernel = dispatch.choose(
-        problem, dispatch.environment(dispatch.device_capability(inputs.query.device)), backend
-    )
-    result, lse = _outputs(problem, inputs.query.device, out)
+    device = inputs.query.device
+    kernel = _kernel(problem, device, backend)
+    module = dispatch.load(kernel)
+    dispatch.require_plan(inputs.plan, problem, dispatch.sm_count(device), kernel)
+    result, lse = _outputs(problem, device, out)
     with torch.no_grad():
-        dispatch.load(kernel).run(problem, inputs, result, lse, kernel.name)
+        if hasattr(module, "bind"):
+            scales = {name: _float32(getattr(inputs, name)) for name in SCALES}
+            inputs = inputs._replace(**scales)
+            binding.run(module, problem, inputs, result, lse, kernel.name)
+        else:
+            module.run(problem, inputs, result, lse, kernel.name)
     return result if lse is None else (result, lse)
+
+
+def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> torch.Tensor:
+    """The plan of a prefill's kernel on the device of its lengths, empty where it takes none."""
+    problem, inputs = describe_prefill(inputs, **options)
+    lengths = {name: getattr(inputs, name) for name in ("seq_lens", "cu_seqlens_q")}
+    require_same_device(**lengths)
+    device = inputs.seq_lens.device
+    kernel = _kernel(problem, device, backend)
+    if not kernel.plans:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    ops = binding.torch_ops(device)
+    return dispatch.load(kernel).make_plan(
+        problem, inputs, ops, dispatch.sm_count(device), kernel.name
+    )
+
+
+def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> dispatch.Kernel:
+    environment = dispatch.environment(dispatch.device_capability(device))
+    return dispatch.choose(problem, environment, backend)
+
+
+def _float32(scale: Any) -> Any:
+    return scale.float() if isinstance(scale, torch.Tensor) else scale
 
 
 def _outputs(

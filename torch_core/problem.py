@@ -21,10 +21,14 @@ class AttentionInputs(NamedTuple):
     cu_seqlens_q: Any = None
     sinks: Any = None
     draft_mask: Any = None
+    plan: Any = None
     sm_scale: Any = None
     q_scale: Any = 1.0
     k_scale: Any = 1.0
     v_scale: Any = 1.0
+
+
+SCALES = ("sm_scale", "q_scale", "k_scale", "v_scale")
 
 
 class AppendInputs(NamedTuple):
@@ -162,6 +166,12 @@ def _describe_attention(
     return fields, inputs
 
 
+def score_scale(problem: AttentionProblem, inputs: AttentionInputs) -> Any:
+    """What multiplies query . key: q_scale belongs to an e4m3 query only."""
+    scale = inputs.sm_scale * inputs.k_scale
+    return scale * inputs.q_scale if problem.query_dtype == "float8_e4m3fn" else scale
+
+
 def _check_dtype_pair(query_dtype: str, kv_dtype: str) -> None:
     if query_dtype in checks.FP8 and kv_dtype != query_dtype:
         raise TypeError(f"query of {query_dtype} needs a cache of {query_dtype}, got {kv_dtype}")
@@ -201,6 +211,8 @@ def describe_prefill(
     shapes = checks.Shapes()
     fields, inputs = _describe_attention(inputs, shapes, **options)
     shapes.check("cu_seqlens_q", inputs.cu_seqlens_q, ("int32",), (shapes["batch"] + 1,))
+    if inputs.plan is not None:
+        shapes.check("plan", inputs.plan, ("int32",), ("plan_size",))
     max_seqlen_q = checks.integer("max_seqlen_q", max_seqlen_q, 0)
     causal = checks.flag("causal", causal)
     return PrefillProblem(**fields, max_seqlen_q=max_seqlen_q, causal=causal), inputs

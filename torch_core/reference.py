@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from .checks import FP8
 from .problem import (
     DESCRIBE,
+    SCALES,
     AppendInputs,
     AppendProblem,
     AttentionInputs,
     AttentionProblem,
     DecodeProblem,
+    score_scale,
 )
 
 # Bound on the elements of one intermediate (scores, gathered keys); longer work goes in pieces.
@@ -146,9 +148,8 @@ def _attend(
     """
     rows, length = query.shape[1], key.shape[1]
     heads = (problem.num_kv_heads, problem.group_size)
-    scale = float(inputs.sm_scale) * float(inputs.k_scale)
-    if query.dtype == torch.float8_e4m3fn:
-        scale *= float(inputs.q_scale)
+    numbers = {name: float(getattr(inputs, name)) for name in SCALES}
+    scale = score_scale(problem, inputs._replace(**numbers))
     seen = None
     if visible is not None:
         seen = torch.from_numpy(visible).to(query.device)

@@ -44,7 +44,7 @@ class Kernel:
     sinks: bool
     drafts: bool = False  # q_len > 1
     non_causal: bool = True
-    host_plan: bool
+    plans: bool = False  # takes a plan; a call without one makes its own, on the device
     cubins: bool = False
     batch_invariant: bool = True
     last_resort: tuple[tuple[int, int], ...] = ()  # capabilities where "auto" tries others first
@@ -81,15 +81,9 @@ def _window_hangs(problem: PrefillProblem, environment: Environment) -> str | No
     return None
 
 
-def _causal_window(problem: PrefillProblem, environment: Environment) -> str | None:
-    if problem.window_left >= 0 and not problem.causal:
-        return "a window takes causal=True"
-    return None
-
-
-def _half_on_sm12x(problem: PrefillProblem, environment: Environment) -> str | None:
-    if problem.query_dtype in checks.FP8 and environment.capability >= 120:
-        return "an e4m3 query takes capability 90"
+def _uncapped_e4m3(problem: PrefillProblem, environment: Environment) -> str | None:
+    if problem.soft_cap is not None and problem.query_dtype in checks.FP8:
+        return "ignores a soft cap with an e4m3 query; use a bfloat16 query"
     return None
 
 
@@ -108,7 +102,6 @@ _TRTLLM_GEN: dict[str, Any] = dict(
     soft_cap=False,
     window=True,
     sinks=True,
-    host_plan=False,
     cubins=True,
     batch_invariant=False,
     status="not run on hardware",
@@ -119,8 +112,7 @@ _NATIVE: dict[str, Any] = dict(
     lse=True,
     soft_cap=True,
     window=True,
-    sinks=False,  # upstream takes them as a variant of its kernel, which no backend builds yet
-    host_plan=True,
+    sinks=True,
 )
 _REFERENCE: dict[str, Any] = dict(
     name="reference",
@@ -140,10 +132,11 @@ _REFERENCE: dict[str, Any] = dict(
     window=True,
     sinks=True,
     drafts=True,
-    host_plan=False,
 )
 
-# XQA before native decode: never slower there. fmha_v2 before FA3: as fast, and needs no plan.
+# XQA before native decode: never slower there. FlashInfer's fmha_v2 prefill has no row: it is no
+# faster than FA3 with a plan made on the device, wants keys and values in one allocation, has no
+# lse over pages, and lets NaN of slots that were never written reach the output.
 TABLE: tuple[Kernel, ...] = (
     Kernel(
         name="trtllm_gen",
@@ -169,7 +162,6 @@ TABLE: tuple[Kernel, ...] = (
         window=True,
         sinks=True,
         drafts=True,
-        host_plan=False,
         batch_invariant=False,
         rules=(_wide_heads, _window_over_drafts, _mask_of_one),
     ),
@@ -186,14 +178,13 @@ TABLE: tuple[Kernel, ...] = (
         soft_cap=False,
         window=True,
         sinks=True,
-        host_plan=False,
         batch_invariant=False,
         by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
     ),
     Kernel(
         name="native_decode",
         phase="decode",
-        module="backends.native_decode",
+        module="backends.native",
         entry="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
         capabilities=((75, 999),),
         dtypes=frozenset(_SAME | _E4M3_KV | _E5M2_KV),
@@ -206,37 +197,22 @@ TABLE: tuple[Kernel, ...] = (
         **_TRTLLM_GEN,
     ),
     Kernel(
-        name="fmha_v2",
-        phase="prefill",
-        module="backends.fmha_v2",
-        entry="flashinfer.prefill.trtllm_fmha_v2_prefill",
-        capabilities=((90, 90), (120, 129)),
-        last_resort=((120, 129),),
-        head_dims=(64, 128, 256),
-        page_sizes=(16, 32, 64, 128),
-        dtypes=frozenset(_SAME | _E4M3),
-        lse=True,
-        soft_cap=True,
-        window=True,
-        sinks=True,
-        host_plan=False,
-        rules=(_window_hangs, _causal_window, _half_on_sm12x),
-    ),
-    Kernel(
         name="native_prefill_fa3",
         phase="prefill",
-        module="backends.native_prefill",
+        module="backends.native",
         entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa3")',
         capabilities=((90, 90),),
         dtypes=frozenset(_SAME | _E4M3),
-        rules=(_window_hangs,),
+        plans=True,
+        rules=(_window_hangs, _uncapped_e4m3),
         **_NATIVE,
     ),
     Kernel(
         name="native_prefill_fa2",
         phase="prefill",
-        module="backends.native_prefill",
+        module="backends.native",
         entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa2")',
+        plans=True,
         capabilities=((75, 999),),
         dtypes=frozenset(_SAME | _E4M3_KV),
         **_NATIVE,

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jaxattn
 from tests.bench.timing import graph_us, host_us, slope_us
 from torch_core import binding
-from torch_core.backends import native, xqa
+from torch_core.backends import xqa
 from torch_core.problem import AttentionInputs, describe_decode
 
 HEADS, KV_HEADS, DIM, PAGE = 64, 8, 128, 64
@@ -72,10 +72,9 @@ def xqa_us(made: list[AttentionInputs], kernel: str, sm_count: int | None = None
                 bound.name, bound.function, arguments, scratch, bound.semaphores
             )
         device = inputs.query.device
-        tensors = xqa.operands(problem, inputs, binding.torch_ops(device)) | dict(
+        ops, scales = binding.torch_ops(device), dict(q_scale=1.0, kv_scale=1.0)
+        tensors = xqa.operands(problem, inputs, scales, ops, 132, kernel) | dict(
             out=torch.empty_like(inputs.query),
-            q_scale=1.0,
-            kv_scale=1.0,
             semaphores=torch.zeros(bound.semaphores, dtype=torch.int32, device=device),
             scratch=torch.empty(bound.scratch, dtype=torch.uint8, device=device),
         )
@@ -89,12 +88,14 @@ def native_us(made: list[AttentionInputs]) -> float:
 
     launches = []
     for inputs in made:
-        problem, inputs = describe_decode(inputs)
-        workspace = torch.empty(native.FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True
         )
-        lists = native.page_lists(problem, inputs, inputs.seq_lens.tolist())
+        batch, pages = inputs.page_table.shape
+        indptr = torch.arange(batch + 1, dtype=torch.int32) * pages
+        last = torch.full((batch,), PAGE, dtype=torch.int32)
+        lists = (indptr, inputs.page_table.reshape(-1), last)
         dtypes = dict(q_data_type=inputs.query.dtype, kv_data_type=inputs.key_cache.dtype)
         wrapper.plan(*lists, HEADS, KV_HEADS, DIM, PAGE, **dtypes)
         caches, out = (inputs.key_cache, inputs.value_cache), torch.empty_like(inputs.query)
@@ -157,10 +158,10 @@ def torch_time(arrays: SimpleNamespace, layers: int) -> float:
     query, table, lengths = map(torch.from_dlpack, (arrays.query, arrays.table, arrays.lengths))
     caches = [tuple(map(torch.from_dlpack, pair)) for pair in arrays.caches]
     problem, inputs = describe_decode(AttentionInputs(query, *caches[0], table, lengths))
-    bound = xqa.bind(problem, 132)
-    fixed = xqa.operands(problem, inputs, binding.torch_ops(query.device)) | dict(
-        q_scale=inputs.sm_scale * DIM**0.5,
-        kv_scale=1.0,
+    bound = xqa.bind(problem, 132, "xqa")
+    scales = xqa.scales(problem, inputs)
+    ops = binding.torch_ops(query.device)
+    fixed = xqa.operands(problem, inputs, scales, ops, 132, "xqa") | dict(
         semaphores=torch.zeros(bound.semaphores, dtype=torch.int32, device="cuda"),
         scratch=torch.empty(bound.scratch, dtype=torch.uint8, device="cuda"),
     )

@@ -207,11 +207,14 @@ def test_compiled_refuses_what_eager_refuses(changes, message):
     assert message in str(refusal_of(lambda: call(moving)))
 
 
-def test_compiled_prefill_refuses_a_plan():
-    """As eagerly."""
+def test_compiled_prefill_takes_a_plan():
+    """And refuses one of another size, as eagerly."""
     given = tensors(PREFILL.make())
-    step = partly(lambda given: torch_core.prefill(**given, plan=1))
-    assert "plan must be None" in str(refusal_of(lambda: step(given)))
+    plan = torch_core.plan_prefill(**given)
+    step = partly(lambda given, plan: torch_core.prefill(**given, plan=plan))
+    assert torch.equal(step(given, plan), torch_core.prefill(**given))
+    message = str(refusal_of(lambda: step(given, torch.zeros(3, dtype=torch.int32))))
+    assert "plan must be int32 [0]" in message
 
 
 @pytest.mark.parametrize("case", [

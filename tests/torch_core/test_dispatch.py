@@ -60,7 +60,8 @@ def reasons(phase: str, capability: int, **changes) -> dict[str, str]:
 
 
 # The kernel table of the specification, transcribed: capability, head_dim, page_size,
-# (query, cache) dtypes, lse, soft cap, window, sinks, q_len > 1 (None: prefill), host plan.
+# (query, cache) dtypes, lse, soft cap, window, sinks, q_len > 1 (None: prefill); and whether
+# a call takes a plan.
 HALF = ("bfloat16", "float16")
 SAME = {(d, d) for d in HALF}
 E4M3_KV = {(d, E4M3) for d in HALF}
@@ -78,13 +79,11 @@ SPECIFIED = {
                                 SAME | E4M3_KV | NVFP4_KV | ANY_E4M3,
                                 True, False, True, True, None, False),
     ("decode", "native_decode"): (set(GPUS), NATIVE_DIMS, None, SAME | E4M3_KV | E5M2_KV,
-                                  True, True, True, False, False, True),
+                                  True, True, True, True, False, False),
     ("prefill", "native_prefill_fa2"): (set(GPUS), NATIVE_DIMS, None, SAME | E4M3_KV,
-                                        True, True, True, False, None, True),
+                                        True, True, True, True, None, True),
     ("prefill", "native_prefill_fa3"): ({90}, NATIVE_DIMS, None, SAME | {(E4M3, E4M3)},
-                                        True, True, True, False, None, True),
-    ("prefill", "fmha_v2"): ({90, 120, 121}, None, None, SAME | {(E4M3, E4M3)},
-                             True, True, True, True, None, False),
+                                        True, True, True, True, None, True),
 }  # fmt: skip
 
 
@@ -112,21 +111,20 @@ def test_xqa_fp8_only_by_name(all_backends):
 
 @pytest.mark.parametrize("phase, name", SPECIFIED)
 def test_columns_are_the_specified_ones(phase, name):
-    """Each column of a row, as transcribed. fmha_v2's geometry is upstream's own."""
+    """Each column of a row, as transcribed."""
     kernel = row(phase, name)
     capabilities, dims, pages, dtypes, lse, soft_cap, window, sinks, drafts, plan = SPECIFIED[
         phase, name
     ]
     for capability in (*GPUS, 0, 70):
         assert dispatch._within(capability, kernel.capabilities) == (capability in capabilities)
-    if name != "fmha_v2":
-        assert set(kernel.head_dims) == dims
-        assert kernel.page_sizes is None if pages is None else set(kernel.page_sizes) == pages
+    assert set(kernel.head_dims) == dims
+    assert kernel.page_sizes is None if pages is None else set(kernel.page_sizes) == pages
     assert set(kernel.dtypes) == dtypes
     assert (kernel.lse, kernel.soft_cap, kernel.window, kernel.sinks) == (
         lse, soft_cap, window, sinks)  # fmt: skip
     assert drafts is None or kernel.drafts == drafts
-    assert kernel.host_plan == plan
+    assert kernel.plans == plan
     assert kernel.cubins == (name == "trtllm_gen")
 
 
@@ -183,9 +181,8 @@ def test_capability_90_decodes_with_xqa(all_backends):
 
 def test_capability_90_prefills_without_xqa(all_backends):
     """XQA exists for decode only; prefill is FlashInfer's own."""
-    assert chosen("prefill", 90) == "fmha_v2"
+    assert chosen("prefill", 90) == "native_prefill_fa3"
     assert "xqa" not in reasons("prefill", 90)
-    assert chosen("prefill", 90, page_size=24) == "native_prefill_fa3"
     assert chosen("prefill", 90, kv_dtype=E4M3) == "native_prefill_fa2"
 
 
@@ -236,18 +233,17 @@ def test_query_dtype_differs_by_phase_on_90(all_backends):
     assert chosen("decode", 90, **e4m3) is None
     assert reasons("decode", 90, **e4m3)["xqa"] == f"takes no {E4M3} query with a {E4M3} cache"
     assert chosen("decode", 90, kv_dtype=E4M3) == "xqa"
-    assert chosen("prefill", 90, **e4m3) == "fmha_v2"
-    assert chosen("prefill", 90, **e4m3, page_size=24) == "native_prefill_fa3"
+    assert chosen("prefill", 90, **e4m3) == "native_prefill_fa3"
 
 
 def test_window_with_e4m3_query_is_refused_on_90(all_backends):
     """It can hang there, and only there; a bf16 query is the way out."""
     e4m3 = dict(query_dtype=E4M3, kv_dtype=E4M3, window_left=511)
     why = reasons("prefill", 90, **e4m3)
-    for name in ("fmha_v2", "native_prefill_fa3"):
-        assert why[name] == ("a window with an e4m3 query can hang on SM90; use a bfloat16 query")
+    reason = "a window with an e4m3 query can hang on SM90; use a bfloat16 query"
+    assert why["native_prefill_fa3"] == reason
     assert chosen("prefill", 90, **e4m3) is None
-    assert chosen("prefill", 90, window_left=511) == "fmha_v2"
+    assert chosen("prefill", 90, window_left=511) == "native_prefill_fa3"
     assert chosen("prefill", 100, **e4m3) == "trtllm_gen"
 
 
@@ -316,13 +312,11 @@ def test_window_with_a_draft_mask_leaves_xqa(all_backends):
     assert chosen("decode", 90, q_len=4, num_rows=16, draft_mask="packed") == "xqa"
 
 
-def test_rules_of_fmha_v2(all_backends):
-    """A window must be causal; an e4m3 query needs capability 90."""
-    why = reasons("prefill", 90, window_left=64, causal=False)
-    assert why["fmha_v2"] == "a window takes causal=True"
-    assert chosen("prefill", 90, window_left=64, causal=False) == "native_prefill_fa3"
-    why = reasons("prefill", 120, query_dtype=E4M3, kv_dtype=E4M3)
-    assert why["fmha_v2"] == "an e4m3 query takes capability 90"
+def test_no_soft_cap_with_an_e4m3_query(all_backends):
+    """FA3 would ignore it without a word."""
+    why = reasons("prefill", 90, query_dtype=E4M3, kv_dtype=E4M3, soft_cap=20.0)
+    reason = "ignores a soft cap with an e4m3 query; use a bfloat16 query"
+    assert why["native_prefill_fa3"] == reason
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -346,9 +340,6 @@ def test_reference_on_a_gpu_only_by_name(all_backends, phase, capability):
     assert explanation(phase, capability, "reference", **anything).kernel.name == "reference"
 
 
-PLANS = " (plans on the host: synchronises, and is not captured under jit)"
-
-
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("capability", (0, *GPUS))
 def test_explanation_is_complete(all_backends, phase, capability):
@@ -361,9 +352,8 @@ def test_explanation_is_complete(all_backends, phase, capability):
         assert got | set(answer.reasons) == names
         assert backend == "auto" or got <= {backend}
         lines = str(answer).splitlines()
-        plans = answer.kernel is not None and answer.kernel.host_plan
         chosen = f"{answer.kernel.name}: chosen" if answer.kernel else "no kernel"
-        assert lines[0] == chosen + (PLANS if plans else "")
+        assert lines[0] == chosen
         assert lines[1:] == [f"{name}: {reason}" for name, reason in answer.reasons.items()]
 
 

@@ -1,65 +1,133 @@
-"""What FlashInfer's native decode and prefill share: page lists for the plan, wrappers, results."""
+"""FlashInfer's own decode and prefill (FA2), and its prefill for Hopper (FA3).
 
+Decode is upstream's tensor-core variant, which it builds from the FA2 prefill kernel. Upstream's
+score scale is a number of the host: ours, which may be an array, multiplies the query where it is
+not head_dim ** -0.5. Its lse has base 2.
+"""
+
+import functools
 import math
-import threading
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..problem import AttentionInputs, AttentionProblem
+from .. import build
+from ..binding import Binding, Operand, Ops
+from ..problem import AttentionInputs, AttentionProblem, score_scale
+from . import native_plan
 
-FLOAT_WORKSPACE_BYTES = 256 * 2**20
-
-_local = threading.local()
-
-
-def wrapper(make: Any, device: torch.device, *key: Any) -> Any:
-    """A wrapper object with its workspaces, one for each thread, device and kind.
-
-    Reused with a new plan for each call: a call first reads its lengths, which waits for what the
-    stream still had to do with the plan before.
-    """
-    wrappers = _local.__dict__.setdefault("wrappers", {})
-    if (device, *key) not in wrappers:
-        workspace = torch.empty(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        wrappers[device, *key] = make(workspace)
-    return wrappers[device, *key]
+CAUSAL = 1  # upstream's mask modes
+ALL = 0
 
 
-def page_lists(
-    problem: AttentionProblem, inputs: AttentionInputs, lengths: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Upstream's indptr (host), page indices (device) and last_page_len (host).
-
-    A request without keys gets one key of page 0, since upstream wants at least one; its rows are
-    overwritten by `finish`.
-    """
-    page_size, device = problem.page_size, inputs.query.device
-    lengths = [max(length, 1) for length in lengths]
-    counts = torch.tensor([-(-length // page_size) for length in lengths], dtype=torch.int32)
-    indptr = torch.zeros(problem.batch + 1, dtype=torch.int32)
-    indptr[1:] = counts.cumsum(0)
-    column = torch.arange(problem.pages_per_seq, device=device)
-    used = column < counts.to(device)[:, None]
-    table = inputs.page_table.masked_fill(inputs.seq_lens[:, None] == 0, 0)
-    last = torch.tensor([(length - 1) % page_size + 1 for length in lengths], dtype=torch.int32)
-    return indptr, table[used].contiguous(), last
+def scales(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
+    """Factors of the query (or of an e4m3 query's scores) and of the output; none where it is 1."""
+    factor = score_scale(problem, inputs) * math.sqrt(problem.head_dim)
+    if isinstance(factor, float) and math.isclose(factor, 1.0, rel_tol=1e-7):
+        factor = 1.0
+    name = "score_scale" if problem.query_dtype == "float8_e4m3fn" else "query_scale"
+    found = {name: factor, "out_scale": inputs.v_scale}
+    return {name: x for name, x in found.items() if not (isinstance(x, float) and x == 1.0)}
 
 
-def finish(out: torch.Tensor, lse: torch.Tensor | None, empty_rows: list[int]) -> None:
-    """Converts the base of lse and fills the rows that see no key."""
-    if lse is not None:
-        lse.mul_(math.log(2))
-    if empty_rows:
-        index = torch.tensor(empty_rows, device=out.device)
-        out[index] = 0
-        if lse is not None:
-            lse[index] = -torch.inf
-
-
-def scales(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[float, float]:
-    """The factors of the scores and of the output, as host numbers."""
-    score_scale = float(inputs.sm_scale) * float(inputs.k_scale)
+def operands(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    scales: dict[str, Any],
+    ops: Ops,
+    sm_count: int,
+    kernel: str,
+) -> dict[str, Any]:
+    """The call's arrays as the kernel takes them."""
+    names = ("query", "key_cache", "value_cache", "page_table")
+    arrays = {name: getattr(inputs, name) for name in names}
+    if "query_scale" in scales:
+        product = ops.cast(inputs.query, "float32") * scales["query_scale"]
+        arrays["query"] = ops.cast(product, problem.query_dtype)
     if problem.query_dtype == "float8_e4m3fn":
-        score_scale *= float(inputs.q_scale)
-    return score_scale, float(inputs.v_scale)
+        ones = ops.constant(np.ones(problem.num_kv_heads, np.float32))
+        arrays["score_scale"] = ones * scales.get("score_scale", 1.0)
+    arrays["plan"] = inputs.plan
+    if inputs.plan is None:
+        arrays["plan"] = make_plan(problem, inputs, ops, sm_count, kernel)
+    return arrays
+
+
+def make_plan(problem: Any, inputs: AttentionInputs, ops: Ops, sm_count: int, kernel: str) -> Any:
+    """The kernel's work lists for these lengths, int32 [plan_size]."""
+    if kernel == "native_prefill_fa3":
+        layout = native_plan.hopper(problem, sm_count)
+        return native_plan.hopper_plan(layout, problem, inputs, ops)
+    layout = native_plan.tiled(problem, sm_count)
+    return native_plan.tiled_plan(layout, problem, inputs, ops)
+
+
+def plan_size(problem: Any, sm_count: int, kernel: str) -> int:
+    """Length of the plan."""
+    make = native_plan.hopper if kernel == "native_prefill_fa3" else native_plan.tiled
+    return native_plan.size(make(problem, sm_count).parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(problem: Any, sm_count: int, kernel: str) -> Binding:
+    """The compiled kernel for a problem on a device of `sm_count` multiprocessors."""
+    version = "fa3" if kernel == "native_prefill_fa3" else "fa2"
+    dtypes = [problem.query_dtype, problem.kv_dtype, problem.out_dtype]
+    window, capped = problem.window_left >= 0, problem.soft_cap is not None
+    causal = problem.phase == "prefill" and problem.causal
+    soft_cap, sm_scale = problem.soft_cap or 0.0, problem.head_dim**-0.5
+    if version == "fa3":
+        layout = native_plan.hopper(problem, sm_count)
+        lists = (Operand("page_table"),) * 4  # the kernel reads the plan's own
+        scratch = 16
+        if problem.query_dtype == "float8_e4m3fn":
+            rest = (None, Operand("score_scale"), None, sm_scale, 1.0, 1.0, 1.0)
+        else:
+            rest = (None, None, None, None, soft_cap, sm_scale, 1.0, 0)
+    else:
+        layout = native_plan.tiled(problem, sm_count)
+        parts = layout.parts
+        lists = (parts["q_indptr"], parts["kv_indptr"], Operand("page_table"))
+        lists = (*lists, parts["last_page_len"])
+        scratch = max(layout.scratch, 16)
+        rest = (*(None,) * 8, soft_cap, sm_scale, 1.0, 1.0, 0)
+    return Binding(
+        name=f"{kernel} {dtypes} {problem.head_dim} {window} {capped}",
+        function=_module(version, *dtypes, problem.head_dim, window, capped).paged_run,
+        arguments=(
+            Operand("scratch"),
+            Operand("plan"),
+            layout.info,
+            Operand("query"),
+            Operand("key_cache"),
+            Operand("value_cache"),
+            *lists,
+            Operand("out"),
+            Operand("lse") if problem.return_lse or problem.sinks else None,
+            CAUSAL if causal else ALL,
+            int(problem.kv_layout == "HND"),
+            problem.window_left,
+            False,  # programmatic dependent launch
+            *rest,
+        ),
+        scratch=scratch,
+        lse_unit=math.log(2),
+        sinks_after=problem.sinks,
+    )
+
+
+@functools.cache
+def _module(
+    version: str, query: str, cache: str, out: str, head_dim: int, window: bool, capped: bool
+) -> Any:
+    from flashinfer.jit import gen_batch_prefill_module  # pyright: ignore[reportMissingImports]
+
+    label = f"FlashInfer {version.upper()} ({query} over {cache}, head_dim {head_dim})"
+    dtypes = [getattr(torch, name) for name in (query, cache, out)]
+    no_rotary, half_accumulation = 0, False
+    spec = gen_batch_prefill_module(
+        version, *dtypes, torch.int32, head_dim, head_dim, no_rotary, window, capped,
+        half_accumulation,
+    )  # fmt: skip
+    return build.load(spec, label, 85 if version == "fa3" else 25)

@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from ..problem import AttentionInputs, DecodeProblem, PrefillProblem
+from ..problem import AttentionInputs, DecodeProblem, PrefillProblem, score_scale
 
 WORKSPACE_BYTES = 128 * 2**20
 
@@ -24,16 +24,13 @@ def run(
     kernel: str = "trtllm_gen",
 ) -> None:
     """Launches on torch's current stream; nothing synchronises."""
-    bmm1_scale = inputs.sm_scale * inputs.k_scale
-    if problem.query_dtype == "float8_e4m3fn":
-        bmm1_scale = bmm1_scale * inputs.q_scale
     arguments = dict(
         query=inputs.query,
         kv_cache=(inputs.key_cache, inputs.value_cache),
         workspace_buffer=_workspace(inputs.query.device),
         block_tables=inputs.page_table,
         seq_lens=inputs.seq_lens,
-        bmm1_scale=bmm1_scale,
+        bmm1_scale=score_scale(problem, inputs),
         bmm2_scale=inputs.v_scale,
         window_left=problem.window_left,
         out=out,

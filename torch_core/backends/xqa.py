@@ -12,54 +12,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import binding
+from .. import build
 from ..binding import Binding, Operand, Ops, Scalar, Size
-from ..problem import AttentionInputs, DecodeProblem
+from ..problem import AttentionInputs, DecodeProblem, score_scale
 
 # Upstream's running maximum starts at -1e5. A sink just above it weighs nothing beside any real
 # score and turns the 0 / 0 of a row without keys into 0 / inf. Scores below it were lost before.
 NO_SINK = -99_000.0
 
 
-def run(
-    problem: DecodeProblem,
-    inputs: AttentionInputs,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
-    kernel: str = "xqa",
-) -> None:
-    """Launches on torch's current stream; nothing synchronises."""
-    device = inputs.query.device
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    bound = bind(problem, sm_count, kernel)
-    numbers = {name: _on_device(value, device) for name, value in scales(problem, inputs).items()}
-    out_scale = numbers.pop("out_scale", None)
-    tensors = operands(problem, inputs, binding.torch_ops(device)) | numbers
-    tensors |= dict(
-        out=out,
-        semaphores=torch.zeros(bound.semaphores, dtype=torch.int32, device=device),
-        scratch=torch.empty(bound.scratch, dtype=torch.uint8, device=device),
-    )
-    binding.launch(bound, tensors)
-    if out_scale is not None:
-        out.mul_(out_scale)
-
-
 def scales(problem: DecodeProblem, inputs: AttentionInputs) -> dict[str, Any]:
     """Our scales in upstream's terms; numbers stay numbers, arrays of any framework arrays."""
-    score_scale = inputs.sm_scale * inputs.k_scale * math.sqrt(problem.head_dim)
+    q_scale = score_scale(problem, inputs) * math.sqrt(problem.head_dim)
     if problem.kv_dtype == "float8_e4m3fn":
-        return dict(q_scale=score_scale / inputs.v_scale, kv_scale=inputs.v_scale)
-    numbers = dict(q_scale=score_scale, kv_scale=1.0)
+        return dict(q_scale=q_scale / inputs.v_scale, kv_scale=inputs.v_scale)
+    numbers = dict(q_scale=q_scale, kv_scale=1.0)
     if not (isinstance(inputs.v_scale, float) and inputs.v_scale == 1.0):
         numbers["out_scale"] = inputs.v_scale
     return numbers
 
 
-def operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -> dict[str, Any]:
+def operands(
+    problem: DecodeProblem,
+    inputs: AttentionInputs,
+    scales: dict[str, Any],
+    ops: Ops,
+    sm_count: int,
+    kernel: str,
+) -> dict[str, Any]:
     """The call's arrays as the kernel takes them."""
     names = ("query", "key_cache", "value_cache", "page_table", "seq_lens", "sinks")
-    arrays = {name: getattr(inputs, name) for name in names}
+    arrays = {name: getattr(inputs, name) for name in names} | scales
     if inputs.sinks is None:
         arrays["sinks"] = ops.constant(np.full(problem.num_qo_heads, NO_SINK, np.float32))
     if problem.draft_mask == "packed":
@@ -97,7 +80,8 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
     )
 
 
-def bind(problem: DecodeProblem, sm_count: int, kernel: str = "xqa") -> Binding:
+@functools.lru_cache(maxsize=4096)
+def bind(problem: DecodeProblem, sm_count: int, kernel: str) -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors.
 
     "xqa_fp8" is Hopper's own fp8 kernel. It rounds query and weights to e4m3 and multiplies what
@@ -166,11 +150,6 @@ def _build_arguments(problem: DecodeProblem) -> tuple:
 def _module(*arguments: Any) -> Any:
     from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportMissingImports]
 
-    return gen_xqa_module(*arguments).build_and_load()
-
-
-def _on_device(scale: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """A scale as the kernel reads it; one in host memory becomes a number."""
-    if not isinstance(scale, torch.Tensor):
-        return scale
-    return scale.float() if scale.device == device else scale.item()
+    query, cache, page_size, head_dim, *_ = arguments
+    label = f"FlashInfer XQA ({query} over {cache}, page_size {page_size}, head_dim {head_dim})"
+    return build.load(gen_xqa_module(*arguments), label.replace("torch.", ""), 10)

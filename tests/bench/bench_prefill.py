@@ -1,0 +1,165 @@
+"""Prefill and append on a GPU, against FlashInfer's FA3 with its plan, and its append.
+
+    python tests/bench/bench_prefill.py [prefill] [append]
+
+64 query and 8 KV heads of 128, bf16, causal, pages of 64 in random order, random data. Medians of 7
+rounds of queued steps.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import jaxattn
+import torch_core
+from tests.bench.timing import graph_us, host_us
+
+HEADS, KV_HEADS, DIM, PAGE = 64, 8, 128, 64
+SHAPES = ((4, 1024, 2048), (2, 8192, 8192), (8, 512, 8192))
+
+
+def arrays(batch: int, rows: int, length: int) -> list[torch.Tensor]:
+    """The arguments of prefill by position."""
+    made = dict(device="cuda", dtype=torch.bfloat16)
+    pages = batch * length // PAGE
+    key, value = (torch.randn(pages, PAGE, KV_HEADS, DIM, **made) for _ in range(2))
+    table = torch.randperm(pages, device="cuda").int().view(batch, -1)
+    lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+    offsets = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * rows
+    query = torch.randn(batch * rows, HEADS, DIM, **made)
+    return [query, key, value, table, lengths, offsets]
+
+
+def jit_us(call: list[torch.Tensor], rows: int) -> float:
+    step = jax.jit(functools.partial(jaxattn.prefill, max_seqlen_q=rows))
+    given = [jnp.from_dlpack(x) for x in call]
+    last: list = [None]
+
+    def advance() -> None:
+        last[0] = step(*given)
+
+    return host_us(advance, lambda: jax.block_until_ready(last[0]), 10)
+
+
+def upstream(call: list[torch.Tensor], version: str):
+    """FlashInfer's plan and run, as its users call them: lengths on the host for the plan."""
+    import flashinfer
+
+    query, key, value, table, _, offsets = call
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=version)
+    batch, pages = table.shape
+    indptr = torch.arange(batch + 1, dtype=torch.int32) * pages
+    last = torch.full((batch,), PAGE, dtype=torch.int32)
+    host_offsets, indices = offsets.cpu(), table.reshape(-1)
+
+    def plan() -> None:
+        wrapper.plan(
+            host_offsets, indptr, indices, last, HEADS, KV_HEADS, DIM, PAGE, causal=True,
+            q_data_type=query.dtype, kv_data_type=key.dtype,
+        )  # fmt: skip
+
+    def run() -> torch.Tensor:
+        return wrapper.run(query, (key, value))
+
+    return plan, run
+
+
+def prefill() -> None:
+    print("| requests x rows over keys | jit us | TFLOP/s | with plan, graph us | plan, graph us "
+          "| FA3 plan + run us | FA3 run us | jit / (plan + run) |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
+    wait = torch.cuda.synchronize
+    for batch, rows, length in SHAPES:
+        call = arrays(batch, rows, length)
+        plan, run = upstream(call, "fa3")
+
+        def both(plan=plan, run=run) -> None:
+            plan()
+            run()
+
+        both()
+        ours = torch_core.prefill(*call, max_seqlen_q=rows)
+        torch.testing.assert_close(ours, run(), rtol=2e-2, atol=2e-2)
+        lists = torch_core.plan_prefill(*call, max_seqlen_q=rows)
+        fixed = functools.partial(torch_core.prefill, *call, max_seqlen_q=rows, plan=lists)
+        making = functools.partial(torch_core.plan_prefill, *call, max_seqlen_q=rows)
+        ours, bare = jit_us(call, rows), graph_us([fixed] * 4)
+        theirs, theirs_run = host_us(both, wait, 10), graph_us([run] * 4)
+        work = 4 * HEADS * DIM * batch * rows * (length - rows / 2)
+        print(
+            f"| {batch} x {rows} over {length} | {ours:.0f} | {work / ours / 1e6:.0f} | {bare:.0f} "
+            f"| {graph_us([making] * 4):.0f} | {theirs:.0f} | {theirs_run:.0f} "
+            f"| {ours / theirs:.2f} |",
+            flush=True,
+        )
+
+
+def append() -> None:
+    """XLA's scatter in a donating jit, our kernel and FlashInfer's in a CUDA graph."""
+    import flashinfer
+
+    print("| tokens | cache | XLA scatter us | our kernel us | FlashInfer us |")
+    print("|---|---|---|---|---|")
+    for tokens, dtype in ((1, "bf16"), (64, "bf16"), (64, "e4m3"), (8192, "bf16"), (8192, "e4m3")):
+        kind = dict(bf16=torch.bfloat16, e4m3=torch.float8_e4m3fn)[dtype]
+        pages, batch = 8192, min(tokens, 64)
+        cache = [torch.zeros(pages, PAGE, KV_HEADS, DIM, device="cuda").to(kind) for _ in range(2)]
+        new = [torch.randn(tokens, KV_HEADS, DIM, device="cuda").bfloat16() for _ in range(2)]
+        table = torch.randperm(pages, device="cuda").int().view(batch, -1)
+        request = torch.arange(tokens, device="cuda", dtype=torch.int32) % batch
+        positions = torch.arange(tokens, device="cuda", dtype=torch.int32) // batch
+        scales = dict(k_scale=0.5, v_scale=0.25) if dtype == "e4m3" else {}
+        ours = functools.partial(
+            torch_core.append_kv, *new, *cache, table,
+            positions=positions, request_ids=request, **scales,
+        )  # fmt: skip
+        theirs = float("nan")
+        if dtype == "bf16":
+            indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * table.shape[1]
+            last = torch.full((batch,), PAGE, device="cuda", dtype=torch.int32)
+            theirs = graph_us([functools.partial(
+                flashinfer.append_paged_kv_cache, *new, request, positions, tuple(cache),
+                table.reshape(-1), indptr, last,
+            )] * 16)  # fmt: skip
+        arrays = [jnp.from_dlpack(x) for x in (*new, table, positions, request)]
+        caches = [[jnp.from_dlpack(x) for x in cache]]
+
+        def step(caches, key, value, table, positions, request, layers, scales=scales):
+            for _ in range(layers):
+                caches = jaxattn.append_kv(
+                    key, value, *caches, table, positions=positions, request_ids=request, **scales
+                )
+                key = key + 1  # or the calls would be one
+            return caches
+
+        times = []
+        for layers in (8, 40):
+            jitted = jax.jit(step, donate_argnums=0, static_argnums=6)
+
+            def advance(jitted=jitted, layers=layers, arrays=arrays, caches=caches) -> None:
+                caches[0] = jitted(caches[0], *arrays, layers)
+
+            times.append(
+                host_us(advance, lambda caches=caches: jax.block_until_ready(caches[0]), 10)
+            )
+        slope = (times[1] - times[0]) / 32
+        print(f"| {tokens} | {dtype} | {slope:.1f} | {graph_us([ours] * 16):.1f} | {theirs:.1f} |")
+
+
+def main() -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, jax {jax.__version__}")
+    parts = dict(prefill=prefill, append=append)
+    for name in sys.argv[1:] or parts:
+        print(f"\n{name}")
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main()

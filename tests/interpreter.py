@@ -1,0 +1,32 @@
+"""Triton's interpreter, which runs the kernels where there is no GPU."""
+
+import ml_dtypes
+import numpy as np
+
+
+def mend() -> None:
+    """Mends two faults of Triton 3.6's interpreter: bounds of loops, arrays of one element, do not
+    convert to int under NumPy 2.4; conversions to bf16 truncate, those to fp8 lose carries."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+    dtypes = {
+        tl.float64: np.dtype(np.float64),
+        tl.float32: np.dtype(np.float32),
+        tl.float16: np.dtype(np.float16),
+        tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+        tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+        tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    }
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def convert(data, source, target, rounding_mode):
+        values = np.ascontiguousarray(data).view(dtypes[source]).astype(dtypes[target])
+        return values.view(f"uint{8 * dtypes[target].itemsize}").reshape(data.shape)
+
+    interpreter._patch_lang_tensor = patch
+    interpreter._convert_float = convert

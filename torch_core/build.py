@@ -1,0 +1,31 @@
+"""Building a FlashInfer module at first use: what is built is said, and a failure is readable."""
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("torch_core")
+
+
+def load(spec: Any, label: str, seconds: int) -> Any:
+    """The module of a JIT spec, from disk or built with nvcc in about `seconds` on 16 cores."""
+    if not spec.is_compiled:
+        logger.warning(
+            "building %s with nvcc: about %d s on 16 cores, once for this machine "
+            "(torch_core.warmup builds ahead)",
+            label,
+            seconds,
+        )
+    try:
+        return spec.build_and_load()
+    except Exception as error:
+        raise RuntimeError(
+            f"torch_core could not build {label}: {_reason(error)}. It needs nvcc of the CUDA "
+            "toolkit and ninja, or prebuilt kernels (pip install flashinfer-jit-cache)"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The lines of a build log that say why, or its last one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "error:" in line or "not found" in line]
+    return "; ".join(causes[:3] or lines[-1:] or [type(error).__name__])
