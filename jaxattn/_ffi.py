@@ -105,7 +105,7 @@ def call_kernel(
         def launch(*tensors: torch.Tensor) -> None:
             torch_core.binding.launch(binding, dict(zip(order, tensors, strict=True)))
 
-        values = call(name, launch, arrays, kinds, aliases=indices, platform="gpu")
+        values = call(f"{name} by Python", launch, arrays, kinds, aliases=indices, platform="gpu")
     else:
         _register(name, "gpu", lambda: _adapted(binding, order), ["args", "rets"], captured=True)
         values = _ffi_call(name, arrays, kinds, indices)

@@ -210,6 +210,8 @@ _OPS = Ops(
     concatenate=jnp.concatenate,
     cumsum=lambda vector: jnp.cumsum(vector, dtype=vector.dtype),
     argsort=jnp.argsort,
+    # XLA fuses the comparison with the sum.
+    search=lambda ends, values: (ends[None, :] <= values[:, None]).sum(-1, dtype=jnp.int32),
 )
 
 

@@ -152,7 +152,8 @@ SHARED = [
           NotImplementedError,
           "backend 'xqa' cannot run this decode: needs capability 90, 100, 120 to 129, this device "
           "has none (CPU)"),
-    Wrong("backend_of_other_phase", "decode", dict(backend="native_prefill_fa2"), NotImplementedError,
+    Wrong("backend_of_other_phase", "decode", dict(backend="native_prefill_fa2"),
+          NotImplementedError,
           "backend 'native_prefill_fa2' cannot run this decode: it has no decode kernel"),
     Wrong("q_len_float", "decode", dict(q_len=2.0), TypeError,
           "q_len must be a Python int known before the call, got float"),

@@ -248,7 +248,7 @@ def attention_mutations(case: Case, arguments: dict[str, Any]) -> dict[str, tupl
     )  # fmt: skip
     if decode:
         values |= dict(q_len=[0, -1, 1.0, None, True, *[case.q_len + 1] * (batch > 0)])
-        gpu = ["xqa", "native_decode", "trtllm_gen", "fmha_v2"]
+        gpu = ["xqa", "native_decode", "trtllm_gen", "fmha_v2", "native_prefill_fa2"]
     else:
         values |= dict(max_seqlen_q=[-1, 2.0, None, True], causal=[1, None], plan=[0, {}, "plan"])
         gpu = ["fmha_v2", "native_prefill_fa2", "native_prefill_fa3", "trtllm_gen", "xqa"]

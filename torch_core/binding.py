@@ -73,6 +73,9 @@ class Binding:
     sinks_after: bool = False
 
 
+CACHES = ("key_cache", "value_cache")
+
+
 def run(
     module: Any,
     problem: AttentionProblem,
@@ -99,8 +102,11 @@ def run(
         semaphores=torch.zeros(binding.semaphores, dtype=torch.int32, device=device),
         scratch=torch.empty(binding.scratch, dtype=torch.uint8, device=device),
     )
-    tensors |= module.operands(problem, inputs, numbers, torch_ops(device), sm_count, kernel)
-    launch(binding, tensors)
+    operands = module.operands(problem, inputs, numbers, torch_ops(device), sm_count, kernel)
+    for name, operand in operands.items():
+        if isinstance(operand, torch.Tensor) and name not in CACHES:
+            operands[name] = operand.contiguous()
+    launch(binding, tensors | operands)
     if out_scale is not None:
         out.mul_(out_scale)
     if lse is not None:
@@ -147,6 +153,7 @@ class Ops(NamedTuple):
     concatenate: Callable[..., Any]  # of a list, along axis 0 by default
     cumsum: Callable[[Any], Any]  # of a vector, its dtype kept
     argsort: Callable[[Any], Any]  # of a vector, rising, stable
+    search: Callable[[Any, Any], Any]  # for each of the second, how many of the first are not above
 
 
 def torch_ops(device: torch.device) -> Ops:
@@ -159,6 +166,7 @@ def torch_ops(device: torch.device) -> Ops:
         concatenate=torch.concatenate,
         cumsum=lambda vector: vector.cumsum(0, dtype=vector.dtype),
         argsort=lambda vector: vector.argsort(stable=True),
+        search=lambda ends, values: torch.searchsorted(ends, values, right=True),
     )
 
 

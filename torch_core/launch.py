@@ -42,6 +42,7 @@ def attend(
     result, lse = _outputs(problem, device, out)
     with torch.no_grad():
         if hasattr(module, "bind"):
+            _require_strides(inputs)
             scales = {name: _float32(getattr(inputs, name)) for name in SCALES}
             inputs = inputs._replace(**scales)
             binding.run(module, problem, inputs, result, lse, kernel.name)
@@ -70,6 +71,16 @@ def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> di
     return dispatch.choose(problem, environment, backend)
 
 
+def _require_strides(inputs: AttentionInputs) -> None:
+    """Kernels take one set of strides for both caches, and whole rows. ValueError elsewhere."""
+    strides = [cache.stride() for cache in (inputs.key_cache, inputs.value_cache)]
+    if strides[0] != strides[1] or strides[0][-1] != 1:
+        raise ValueError(
+            "value_cache must have the strides of key_cache, with contiguous rows, "
+            f"got {strides[1]} beside {strides[0]}"
+        )
+
+
 def _float32(scale: Any) -> Any:
     return scale.float() if isinstance(scale, torch.Tensor) else scale
 
@@ -90,6 +101,8 @@ def _outputs(
             raise ValueError(f"out must be {form}, got {len(tensors)} tensors")
         for tensor, (name, shape, dtype) in zip(tensors, wanted, strict=True):
             require_out(name, tensor, shape, dtype, device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"out: {name} must be contiguous, got strides {tensor.stride()}")
     return tensors[0], tensors[1] if problem.return_lse else None
 
 

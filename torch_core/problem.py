@@ -73,6 +73,11 @@ class AttentionProblem:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
+    def window(self) -> int:
+        """window_left, no larger than the page table: kernels add to it in 32 bits."""
+        return min(self.window_left, self.pages_per_seq * self.page_size)
+
+    @property
     def out_shape(self) -> tuple[int, int, int]:
         return (self.num_rows, self.num_qo_heads, self.head_dim)
 

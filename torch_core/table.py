@@ -59,6 +59,16 @@ def _wide_heads(problem: DecodeProblem, environment: Environment) -> str | None:
     return None
 
 
+def _window_within_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
+    if 0 <= problem.window_left < problem.q_len - 1:
+        return "a window takes window_left of at least q_len - 1"
+    return None
+
+
+def _many_requests(problem: DecodeProblem, environment: Environment) -> str | None:
+    return None if problem.batch < 2**16 else "takes at most 65535 requests"
+
+
 def _window_over_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
     if problem.draft_mask is not None and problem.window_left >= 0:
         return "a window with a draft mask takes linear drafts only"
@@ -163,7 +173,13 @@ TABLE: tuple[Kernel, ...] = (
         sinks=True,
         drafts=True,
         batch_invariant=False,
-        rules=(_wide_heads, _window_over_drafts, _mask_of_one),
+        rules=(
+            _wide_heads,
+            _window_over_drafts,
+            _window_within_drafts,
+            _mask_of_one,
+            _many_requests,
+        ),
     ),
     Kernel(
         name="xqa_fp8",
@@ -180,6 +196,7 @@ TABLE: tuple[Kernel, ...] = (
         sinks=True,
         batch_invariant=False,
         by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
+        rules=(_many_requests,),
     ),
     Kernel(
         name="native_decode",

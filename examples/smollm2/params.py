@@ -10,9 +10,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import gguf
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -111,10 +110,12 @@ def fetch_default() -> Path:
     return target
 
 
-# GGUF
+# GGUF. Only these functions need the gguf package.
 
 
 def _load_gguf(path: Path, dtype: str) -> Loaded:
+    import gguf
+
     try:
         reader = gguf.GGUFReader(path)
     except ValueError as error:
@@ -141,7 +142,9 @@ def _load_gguf(path: Path, dtype: str) -> Loaded:
     return Loaded(model, gguf_tokenizer(metadata), eos_ids)
 
 
-def _dequantize(tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantize(tensor: Any) -> np.ndarray:
+    import gguf
+
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
@@ -182,6 +185,8 @@ def _gguf_config(metadata: dict, tensors: dict, dtype: str) -> Config:
 
 def gguf_tokenizer(metadata: dict) -> Tokenizer:
     """Builds the byte-level BPE tokenizer that a GGUF file's metadata describes."""
+    import gguf
+
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ValueError(f"tokenizer model {kind!r} is not supported, only 'gpt2'")

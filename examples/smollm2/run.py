@@ -183,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add("--seed", type=int, default=0)
     add("--page-size", type=int, default=16, help="tokens in a page of the cache")
     add("--prefill-chunk", type=int, default=512, help="most prompt tokens in one step")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16; float32 on a CPU")
     add("--backend", default="auto", help="kernel of the decode steps, as in jaxattn.decode")
     add("--json", action="store_true", help="one line a prompt: prompt, tokens, text")
     options = parser.parse_args(arguments)
@@ -213,12 +213,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser, options = parse(arguments)
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     try:
         path = options.model or params.fetch_default()
     except (OSError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     try:
-        model, tokenizer, eos_ids = params.load(path, options.dtype)
+        model, tokenizer, eos_ids = params.load(path, dtype)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     prompts = [tokenizer.encode(prompt).ids for prompt in options.prompts]

@@ -241,3 +241,17 @@ def test_append_makes_no_temporary_of_a_cache(dtype, kv_layout):
     before = [array.unsafe_buffer_pointer() for array in (cache, other)]
     results = compiled(cache, other)
     assert [array.unsafe_buffer_pointer() for array in results] == before
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
+def test_without_the_adapter(case, monkeypatch):
+    """Where no compiler can build it, Python launches the kernel, with the same bits."""
+    arguments = case.make()
+    expected = inputs.run_jax(jaxattn.decode, arguments)
+    monkeypatch.setattr(_ffi, "adapter", lambda: None)
+    jax.clear_caches()
+    before = _ffi.python_calls
+    actual = inputs.run_jax(jaxattn.decode, arguments)
+    assert _ffi.python_calls > before
+    assert np.array_equal(bits(actual), bits(expected))
+    jax.clear_caches()

@@ -90,4 +90,6 @@ def test_no_host_reads_and_int64_addresses():
     for x, factor in zip(cache, (1, 2), strict=True):
         assert torch.equal(x[32767, 3], key[0] * factor)
         assert torch.equal(x[65599, 5], key[1] * factor)
-        assert x.view(torch.int16).count_nonzero() == (factor * key).view(torch.int16).count_nonzero()
+        assert (
+            x.view(torch.int16).count_nonzero() == (factor * key).view(torch.int16).count_nonzero()
+        )

@@ -312,6 +312,22 @@ def test_window_with_a_draft_mask_leaves_xqa(all_backends):
     assert chosen("decode", 90, q_len=4, num_rows=16, draft_mask="packed") == "xqa"
 
 
+def test_small_window_over_drafts_leaves_xqa(all_backends):
+    """A request shorter than its draft block is moved, and its window would not be."""
+    drafts = dict(q_len=4, num_rows=16)
+    reason = "a window takes window_left of at least q_len - 1"
+    assert reasons("decode", 90, **drafts, window_left=2)["xqa"] == reason
+    assert chosen("decode", 90, **drafts, window_left=3) == "xqa"
+    assert chosen("decode", 90, window_left=0) == "xqa"
+
+
+def test_xqa_counts_requests_in_16_bits(all_backends):
+    """Its grid has them on an axis of that size."""
+    many = dict(batch=2**16, num_rows=2**16)
+    assert reasons("decode", 90, **many)["xqa"] == "takes at most 65535 requests"
+    assert chosen("decode", 90, **many) == "native_decode"
+
+
 def test_no_soft_cap_with_an_e4m3_query(all_backends):
     """FA3 would ignore it without a word."""
     why = reasons("prefill", 90, query_dtype=E4M3, kv_dtype=E4M3, soft_cap=20.0)

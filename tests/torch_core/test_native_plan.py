@@ -1,4 +1,4 @@
-"""The device-made work lists of FlashInfer's native kernels, read as upstream's kernels read them."""
+"""The work lists of FlashInfer's native kernels, read as upstream's kernels read them."""
 
 import dataclasses
 import math

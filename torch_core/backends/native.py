@@ -107,7 +107,7 @@ def bind(problem: Any, sm_count: int, kernel: str) -> Binding:
             Operand("lse") if problem.return_lse or problem.sinks else None,
             CAUSAL if causal else ALL,
             int(problem.kv_layout == "HND"),
-            problem.window_left,
+            problem.window,
             False,  # programmatic dependent launch
             *rest,
         ),

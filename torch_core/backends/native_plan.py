@@ -52,9 +52,8 @@ def _requests(problem: PrefillProblem, inputs: AttentionInputs, ops: Ops) -> tup
 
 
 def _search(ends: Any, index: Any, ops: Ops) -> Any:
-    """For each index, how many of the ends it has passed; the last one's at most."""
-    passed = ops.cast(ends[None, :] <= index[:, None], "int32").sum(-1)
-    return ops.cast(passed, "int32").clip(max=ends.shape[0] - 1)
+    """For each index, how many of the rising ends it has passed; the last one's at most."""
+    return ops.cast(ops.search(ends, index), "int32").clip(max=ends.shape[0] - 1)
 
 
 def _arange(count: int, ops: Ops) -> Any:
@@ -108,7 +107,7 @@ def hopper_plan(plan: Hopper, problem: PrefillProblem, inputs: AttentionInputs, 
         limit = (tile_keys - tile_rows + (tile + 1) * plan.rows).clip(min=0)
         seen = ops.where(limit < seen, limit, seen)
     if problem.window_left >= 0:
-        seen = seen.clip(max=problem.window_left + plan.rows)
+        seen = seen.clip(max=problem.window + plan.rows)
     order = ops.argsort(ops.where(tile_rows > 0, -seen - 1, 0 * seen))
     # One more tile, without rows: what a list is filled up with.
     columns = [array[:, None] for array in (tile, begin[owner], page[owner], tile_rows, tile_keys)]
@@ -203,7 +202,7 @@ def tiled_plan(plan: Tiled, problem: AttentionProblem, inputs: AttentionInputs, 
     tiles = (rows * group + plan.rows - 1) // plan.rows
     seen = keys.clip(min=1)
     if causal and problem.window_left >= 0:
-        seen = seen.clip(max=problem.window_left + plan.rows + 1)
+        seen = seen.clip(max=problem.window + plan.rows + 1)
     chunk_keys = _chunk_keys(plan, tiles, seen, ops) if plan.split else 0 * seen[:1] + 2**30
     chunks = (seen + chunk_keys - 1) // chunk_keys
     ends = ops.cumsum(tiles * chunks)

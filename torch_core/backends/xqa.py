@@ -105,7 +105,7 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str) -> Binding:
             fast,
             told,
             problem.num_kv_heads,
-            problem.window_left + 1,
+            problem.window + 1,
             Scalar("q_scale"),
             Operand("out"),
             1.0,  # reciprocal of an fp8 output's scale
