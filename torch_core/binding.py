@@ -62,7 +62,7 @@ class Binding:
     Part, a Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit
     zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
     natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
-    of its lse."""
+    of its lse. `owned`: the function asks for tensors that it could keep."""
 
     name: str
     function: Any
@@ -71,6 +71,7 @@ class Binding:
     semaphores: int = 0
     lse_unit: float = 1.0
     sinks_after: bool = False
+    owned: bool = False
 
 
 CACHES = ("key_cache", "value_cache")
@@ -89,9 +90,9 @@ def run(
         return
     device = out.device
     sm_count = dispatch.sm_count(device)
-    binding = module.bind(problem, sm_count, kernel)
     numbers = module.scales(problem, inputs)
     numbers = {name: _on_device(value, device) for name, value in numbers.items()}
+    binding = module.bind(problem, sm_count, kernel, fixed_scale(numbers))
     out_scale = numbers.pop("out_scale", None)
     wanted_lse = lse
     if binding.sinks_after and lse is None:
@@ -115,6 +116,11 @@ def run(
         out.mul_(torch.sigmoid(lse - inputs.sinks)[..., None])
         if wanted_lse is not None:
             torch.logaddexp(lse, inputs.sinks.expand_as(lse), out=wanted_lse)
+
+
+def fixed_scale(scales: dict[str, Any]) -> float | None:
+    """Takes out the score scale that a kernel has as a number of the host, where it is one."""
+    return scales.pop("fixed_scale", None)
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:

@@ -73,11 +73,17 @@ def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> di
 
 def _require_strides(inputs: AttentionInputs) -> None:
     """Kernels take one set of strides for both caches, and whole rows. ValueError elsewhere."""
-    strides = [cache.stride() for cache in (inputs.key_cache, inputs.value_cache)]
-    if strides[0] != strides[1] or strides[0][-1] != 1:
+    caches = (inputs.key_cache, inputs.value_cache)
+    # Strides of axes of size 1 mean nothing.
+    first, second = (
+        [step for size, step in zip(cache.shape, cache.stride(), strict=True) if size > 1]
+        for cache in caches
+    )
+    rows = inputs.key_cache.shape[-1] == 1 or first[-1:] == [1]
+    if caches[0].numel() and (first != second or not rows):
         raise ValueError(
             "value_cache must have the strides of key_cache, with contiguous rows, "
-            f"got {strides[1]} beside {strides[0]}"
+            f"got {caches[1].stride()} beside {caches[0].stride()}"
         )
 
 

@@ -91,6 +91,12 @@ def _window_hangs(problem: PrefillProblem, environment: Environment) -> str | No
     return None
 
 
+def _causal_window(problem: PrefillProblem, environment: Environment) -> str | None:
+    if problem.window_left >= 0 and not problem.causal:
+        return "is wrong for a window with causal=False (flashinfer#4972)"
+    return None
+
+
 def _uncapped_e4m3(problem: PrefillProblem, environment: Environment) -> str | None:
     if problem.soft_cap is not None and problem.query_dtype in checks.FP8:
         return "ignores a soft cap with an e4m3 query; use a bfloat16 query"
@@ -230,6 +236,7 @@ TABLE: tuple[Kernel, ...] = (
         module="backends.native",
         entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa2")',
         plans=True,
+        rules=(_causal_window,),
         capabilities=((75, 999),),
         dtypes=frozenset(_SAME | _E4M3_KV),
         **_NATIVE,

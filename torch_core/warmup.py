@@ -30,5 +30,5 @@ def warmup(phase: str, **arguments: Any) -> str:
     kernel = dispatch.choose(problem, environment, backend)
     module = dispatch.load(kernel)
     if hasattr(module, "bind"):
-        module.bind(problem, dispatch.sm_count(), kernel.name)
+        module.bind(problem, dispatch.sm_count(), kernel.name, None)
     return kernel.name

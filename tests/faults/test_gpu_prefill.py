@@ -92,7 +92,9 @@ def test_r38_two_halves_merge_to_the_whole(front, path):
     parts = dict(out_a=first[0], lse_a=first[1], out_b=last[0], lse_b=last[1])
     merged = gpu.run(front, "merge_states", parts)
     gpu.check(arguments, *merged)
-    np.testing.assert_allclose(merged[1], oracle.attention(**arguments)[1], rtol=1e-4, atol=1e-4)
+    # FA2 sums the weights that it rounded to bfloat16.
+    near = 1e-4 if path.backend == "native_prefill_fa3" else 2.0**-8
+    np.testing.assert_allclose(merged[1], oracle.attention(**arguments)[1], rtol=0, atol=near)
 
 
 @gpu.calls([gpu.XQA, gpu.XQA_E4M3, gpu.DECODE, gpu.FA3, gpu.FA2, gpu.FA2_E4M3])
