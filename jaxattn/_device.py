@@ -25,6 +25,12 @@ def _capability(device: Any) -> int:
     return major * 10 + minor
 
 
+def gpus() -> tuple[int, ...]:
+    """Ordinals of this process's GPUs, as CUDA and torch count them."""
+    devices = jax.local_devices(backend=_device().client.platform)
+    return tuple(device.local_hardware_id for device in devices)
+
+
 def multiprocessors() -> int:
     """Multiprocessors of JAX's default GPU."""
     return _device().core_count

@@ -43,18 +43,22 @@ def call(
     aliases: dict[int, int] | None = None,
     platform: str = "cpu",
     on_host: Collection[int] = (),
+    captured: bool = False,
 ) -> Sequence[jax.Array]:
     """Runs `function(*operands, *results)` on torch tensors over XLA's own buffers.
 
     Args:
         name: identity of the target; one name means one function and one number of operands.
         function: writes the results in place. It must not keep a tensor. On a GPU it runs with
-            XLA's stream as torch's current one, and is not captured in a command buffer.
+            XLA's stream as torch's current one.
         operands: arrays, traced or not.
         results: shapes and dtypes of the results.
         aliases: operand index -> result index that shares its buffer.
         platform: "cpu" or "gpu".
         on_host: indices of operands that a CPU hands over as NumPy arrays, which is faster.
+        captured: lets XLA record the function's launches in a command buffer. It then runs when XLA
+            records, not in every step, so all it may do is launch kernels that are loaded already:
+            no memory from torch, no copy from the host, no synchronisation, no state.
     """
 
     def callback(stream: int, *buffers: tvm_ffi.Tensor) -> None:
@@ -69,8 +73,9 @@ def call(
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, tensors[0].device)):
                 function(*tensors)
 
-    _register(name, platform, lambda: callback, ["ctx.stream", "args", "rets"], owned=True)
-    return _ffi_call(name, operands, results, aliases)
+    order = ["ctx.stream", "args", "rets"]
+    _register(name, platform, lambda: callback, order, owned=True, captured=captured)
+    return custom_call(name, operands, results, aliases)
 
 
 def _tensor(buffer: tvm_ffi.Tensor) -> torch.Tensor:
@@ -107,8 +112,15 @@ def call_kernel(
 
         values = call(f"{name} by Python", launch, arrays, kinds, aliases=indices, platform="gpu")
     else:
-        _register(name, "gpu", lambda: _adapted(binding, order), ["args", "rets"], captured=True)
-        values = _ffi_call(name, arrays, kinds, indices)
+        _register(
+            name,
+            "gpu",
+            lambda: _adapted(binding, order),
+            ["args", "rets"],
+            captured=True,
+            owned=binding.owned,
+        )
+        values = custom_call(name, arrays, kinds, indices)
     return dict(zip(results, values, strict=True))
 
 
@@ -184,13 +196,16 @@ def _register(
         _registered.add((name, platform))
 
 
-def _ffi_call(
+def custom_call(
     name: str,
     operands: Sequence[jax.Array | np.ndarray],
     results: Sequence[jax.ShapeDtypeStruct],
     aliases: dict[int, int] | None,
+    **attributes: bytes,
 ) -> Sequence[jax.Array]:
-    values = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(*operands)
+    """A call of a target that is registered with XLA."""
+    call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
+    values = call(*operands, **attributes)
     # Inside shard_map a result varies over every mesh axis that an operand varies over.
     axes = tuple(set().union(*map(_varying_axes, operands)))
     return [jax.lax.pcast(value, axes, to="varying") for value in values] if axes else values

@@ -1,8 +1,8 @@
 """FlashInfer's own decode and prefill (FA2), and its prefill for Hopper (FA3).
 
 Decode is upstream's tensor-core variant, which it builds from the FA2 prefill kernel. Upstream's
-score scale is a number of the host: where ours is an array, it multiplies the query (the scores of an
-e4m3 query, as an array for each head). Its lse has base 2.
+score scale is a number of the host. Where ours is an array, it multiplies the query, or the scores
+of an e4m3 query as an array for each head. Its lse has base 2.
 """
 
 import functools
