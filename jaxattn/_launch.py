@@ -93,8 +93,7 @@ def attend(
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     # In XLA itself only by default: who names the reference gets it.
     plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
-    backend = (PLAIN if plain else kernel.name, fixed)
-    results = _attend(problem, backend, arrays, scales)
+    results = _attend(problem, (PLAIN if plain else kernel.name, fixed), arrays, scales)
     return results if problem.return_lse else results[0]
 
 
