@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import torch_core.binding
 from torch_core import dispatch
 from torch_core.binding import Ops
 from torch_core.problem import (
@@ -30,8 +29,6 @@ from torch_core.problem import (
 from . import _device, _ffi, _plain
 
 PLAIN = "plain"
-# A kernel's name, and the score scale where the kernel has it as a number of the host.
-Backend = tuple[str, float | None]
 INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
 
 
@@ -88,12 +85,11 @@ def attend(
         # Half-precision arrays would lose digits in products.
         wide = {n: x if isinstance(x, float) else as_float32(x) for n, x in scales.items()}
         scales = module.scales(problem, inputs._replace(**wide))
-    fixed = torch_core.binding.fixed_scale(scales)
     scales = {name: as_float32(value) for name, value in scales.items()}
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     # In XLA itself only by default: who names the reference gets it.
     plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
-    results = _attend(problem, (PLAIN if plain else kernel.name, fixed), arrays, scales)
+    results = _attend(problem, PLAIN if plain else kernel.name, arrays, scales)
     return results if problem.return_lse else results[0]
 
 
@@ -120,7 +116,7 @@ def as_float32(scale: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(problem: AttentionProblem, backend: Backend, arrays: AttentionInputs, scales: dict):
+def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
     call = functools.partial(_call, problem, backend)
     if problem.phase == "decode":
         call = _folding(call, problem, backend)
@@ -129,7 +125,7 @@ def _attend(problem: AttentionProblem, backend: Backend, arrays: AttentionInputs
     return inference_only(problem.phase, call)(arrays, scales)
 
 
-def _folding(call: Callable, problem: AttentionProblem, backend: Backend) -> Callable:
+def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callable:
     """`call` with a batching rule that makes one larger batch of all."""
     call = jax.custom_batching.custom_vmap(call)
 
@@ -175,21 +171,19 @@ def _folding(call: Callable, problem: AttentionProblem, backend: Backend) -> Cal
     return call
 
 
-def _call(problem: AttentionProblem, backend: Backend, arrays: AttentionInputs, scales: dict):
+def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
     """The custom call of one kernel."""
-    name = backend[0]
-    if name == PLAIN:
-        reference = ("reference", None)
+    if backend == PLAIN:
         if not _plain.suits(problem):  # grown by vmap
-            return _call(problem, reference, arrays, scales)
+            return _call(problem, "reference", arrays, scales)
         return (
             jax.lax.cond(
                 _plain.valid(problem, arrays),
                 lambda: _plain.decode(problem, arrays, scales),
-                lambda: _call(problem, reference, arrays, scales)[0],
+                lambda: _call(problem, "reference", arrays, scales)[0],
             ),
         )
-    module = dispatch.load(dispatch.find(problem.phase, name))
+    module = dispatch.load(dispatch.find(problem.phase, backend))
     if hasattr(module, "bind"):
         return _call_kernel(module, problem, backend, arrays, scales)
     names = [name for name, array in arrays._asdict().items() if array is not None]
@@ -201,8 +195,8 @@ def _call(problem: AttentionProblem, backend: Backend, arrays: AttentionInputs, 
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
-    target = f"jaxattn.{problem.phase}.{name}({','.join(names)})->{len(results)}"
-    function = functools.partial(_run, problem.phase, name, names)
+    target = f"jaxattn.{problem.phase}.{backend}({','.join(names)})->{len(results)}"
+    function = functools.partial(_run, problem.phase, backend, names)
     platform = "gpu" if _device.environment().capability else "cpu"
     on_host = {0, *(1 + names.index(name) for name in INTEGERS if name in names)}
     return tuple(_ffi.call(target, function, operands, results, platform=platform, on_host=on_host))
@@ -213,6 +207,7 @@ _OPS = Ops(
     cast=lambda array, dtype: array.astype(dtype),
     take=jnp.take_along_axis,
     constant=jnp.asarray,
+    arange=lambda count: jnp.arange(count, dtype=jnp.int32),
     concatenate=jnp.concatenate,
     cumsum=lambda vector: jnp.cumsum(vector, dtype=vector.dtype),
     argsort=jnp.argsort,
@@ -222,7 +217,7 @@ _OPS = Ops(
 
 
 def _call_kernel(
-    module: Any, problem: Any, backend: Backend, arrays: AttentionInputs, scales: dict
+    module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
 ) -> tuple[jax.Array, ...]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
     results = dict(out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
@@ -232,11 +227,10 @@ def _call_kernel(
     if not problem.num_rows:
         return tuple(jnp.zeros(result.shape, result.dtype) for result in results.values())
     sm_count = _device.multiprocessors()
-    kernel, fixed = backend
-    binding = module.bind(problem, sm_count, kernel, fixed)
+    binding = module.bind(problem, sm_count, backend, "score_scale" in scales)
     scales = dict(scales)
     out_scale = scales.pop("out_scale", None)
-    operands = module.operands(problem, arrays, scales, _OPS, sm_count, kernel)
+    operands = module.operands(problem, arrays, scales, _OPS, sm_count, backend)
     if binding.sinks_after:
         results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)
     results["scratch"] = jax.ShapeDtypeStruct((binding.scratch,), jnp.uint8)
@@ -251,7 +245,9 @@ def _call_kernel(
     if "lse" in values:
         values["lse"] *= binding.lse_unit
     if binding.sinks_after:
+        # A row without keys stays 0, also beside a sink of -inf.
         share = jax.nn.sigmoid(values["lse"] - arrays.sinks)
+        share = jnp.where(values["lse"] == -jnp.inf, 0, share)
         values["out"] = (values["out"] * share[..., None]).astype(results["out"].dtype)
         values["lse"] = jnp.logaddexp(values["lse"], arrays.sinks)
     return tuple(values[name] for name in wanted)

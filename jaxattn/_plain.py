@@ -32,7 +32,7 @@ def suits(problem: AttentionProblem) -> bool:
 def valid(problem: AttentionProblem, arrays: AttentionInputs) -> Array:
     """bool []: lengths and the page ids that they use are in range."""
     lengths, pages = arrays.seq_lens, arrays.page_table
-    used = jnp.arange(problem.pages_per_seq) * problem.page_size < lengths[:, None]
+    used = jnp.arange(problem.pages_per_seq)[None] * problem.page_size < lengths[:, None]
     in_range = (pages >= 0) & (pages < problem.num_pages)
     capacity = problem.pages_per_seq * problem.page_size
     return jnp.all((lengths >= 0) & (lengths <= capacity)) & jnp.all(in_range | ~used)
@@ -50,7 +50,7 @@ def decode(problem: AttentionProblem, arrays: AttentionInputs, scales: dict) -> 
             picked = jnp.swapaxes(picked, 2, 3)
         return picked.reshape(problem.batch, tokens, problem.num_kv_heads, problem.head_dim)
 
-    seen = jnp.arange(tokens) < arrays.seq_lens[:, None]  # [batch, tokens]
+    seen = jnp.arange(tokens)[None] < arrays.seq_lens[:, None]  # [batch, tokens]
     key, value = gathered(arrays.key_cache), gathered(arrays.value_cache)
     # A slot past the length may hold NaN, and 0 * NaN is NaN.
     value = jnp.where(seen[:, :, None, None], value, 0)

@@ -56,7 +56,8 @@ def prefill(
         causal: rows see keys up to their own position; False: every key of their request.
         sm_scale, window_left, soft_cap, sinks, q_scale, k_scale, v_scale, kv_layout, return_lse,
             batch_invariant, backend: as in `decode`.
-        plan: int32 [n] from `plan_prefill` for this step; default: made in the call.
+        plan: int32 [n] from `plan_prefill` for the same lengths, shapes and options; default: made
+            in the call.
 
     Returns:
         out [total_q, num_qo_heads, head_dim], and with return_lse lse float32 [total_q,

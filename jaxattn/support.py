@@ -5,6 +5,7 @@ from typing import Any
 
 import torch_core
 from torch_core import dispatch
+from torch_core.warmup import build
 
 from . import _device, _ffi
 
@@ -23,7 +24,8 @@ def supported(phase: str, *, capability: int | None = None, **arguments: Any) ->
 
 @functools.wraps(torch_core.warmup)
 def warmup(phase: str, **arguments: Any) -> str:
-    name = torch_core.warmup(phase, **arguments)
-    if _device.environment().capability:
-        _ffi.adapter()
-    return name
+    environment = _device.environment()
+    if not environment.capability:
+        return build(environment, 0, phase, **arguments)
+    _ffi.adapter()
+    return build(environment, _device.multiprocessors(), phase, **arguments)

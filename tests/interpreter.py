@@ -5,8 +5,9 @@ import numpy as np
 
 
 def mend() -> None:
-    """Mends two faults of Triton 3.6's interpreter: bounds of loops, arrays of one element, do not
-    convert to int under NumPy 2.4; conversions to bf16 truncate, those to fp8 lose carries."""
+    """Mends faults of Triton 3.6's interpreter: bounds of loops, arrays of one element, do not
+    convert to int under NumPy 2.4; conversions to bf16 truncate, those to fp8 lose carries; tl.dot
+    multiplies bf16 as the integers that hold it."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -28,5 +29,14 @@ def mend() -> None:
         values = np.ascontiguousarray(data).view(dtypes[source]).astype(dtypes[target])
         return values.view(f"uint{8 * dtypes[target].itemsize}").reshape(data.shape)
 
+    def float32(handle):
+        dtype = handle.dtype.scalar
+        data = handle.data.view(dtypes[dtype]) if dtype == tl.bfloat16 else handle.data
+        return data.astype(np.float32)
+
+    def create_dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
+        return interpreter.TensorHandle(float32(a) @ float32(b) + acc.data, acc.dtype.scalar)
+
     interpreter._patch_lang_tensor = patch
     interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = create_dot

@@ -102,6 +102,7 @@ def prefills(draw) -> dict[str, Any]:
     )
     if same and draw(st.booleans()):
         options["backend"] = "native_prefill_fa2"
+        options["causal"] |= feature == "window"
     return dict(dtype=dtype, kv_dtype=kv_dtype, sizes=draw(FREE_SIZES), options=options)
 
 

@@ -23,14 +23,14 @@ def test_matrix_is_the_table():
     assert printed.stdout.strip() == held[1]
 
 
-@pytest.mark.parametrize("language", ["JAX", "torch"])
-def test_example_runs(language):
-    """The code block of "From JAX" and "From torch", as it is; finite results."""
-    section = README.split(f"## From {language}\n")[1].split("\n## ")[0]
+@pytest.mark.parametrize("title", ["From JAX", "From torch", "QSA"])
+def test_example_runs(title):
+    """The code block of each section, as it is; finite results."""
+    section = README.split(f"## {title}\n")[1].split("\n## ")[0]
     code = re.search(r"```python\n(.*?)```", section, re.S)
     assert code is not None
     scope: dict = {}
-    exec(compile(code[1], f"README {language}", "exec"), scope)
+    exec(compile(code[1], f"README {title}", "exec"), scope)
     out = scope["out"]
     assert out.shape[1:] == (8, 64)
     assert bool((out == out).all())

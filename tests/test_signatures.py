@@ -66,6 +66,47 @@ def test_same_arguments(name):
     assert (out in of_torch) == (name in ("decode", "prefill", "merge_states"))
 
 
+QSA = sorted(name for name, value in vars(torch_core.qsa).items() if inspect.isfunction(value))
+
+
+def test_qsa_has_the_same_names():
+    """Classes too."""
+    names = [
+        {n for n, v in vars(package.qsa).items()
+         if inspect.isfunction(v) or (inspect.isclass(v) and not n.startswith("_"))}
+        for package in PACKAGES
+    ]  # fmt: skip
+    assert names[0] == names[1] and {"build_metadata", "attention", "warmup"} < names[0]
+
+
+@pytest.mark.parametrize("name", QSA)
+def test_qsa_has_the_same_arguments(name):
+    """Names, order, kinds and defaults; torch takes `out`, JAX `via`, and a device is its own."""
+    of_torch, of_jax = (
+        {p.name: (p.kind, "" if p.name == "device" else p.default)
+         for p in inspect.signature(getattr(package.qsa, name)).parameters.values()}
+        for package in PACKAGES
+    )  # fmt: skip
+    own = [of_torch.pop("out", None), of_jax.pop("via", None)]
+    assert list(of_torch.items()) == list(of_jax.items())
+    assert bool(own[0]) == (name in ("attend", "attention"))
+    helpers = ("prepare_query", "ring_rows", "rotary_tables", "split_batch")
+    assert bool(own[1]) == (name not in helpers)
+    assert own[1] in (None, (inspect.Parameter.KEYWORD_ONLY, "auto"))
+
+
+@pytest.mark.parametrize("name", QSA)
+def test_qsa_docstrings_name_every_parameter(name):
+    """Of the JAX functions that are its own."""
+    function = getattr(jaxattn.qsa, name)
+    if function is getattr(torch_core.qsa, name):
+        return
+    entries = re.findall(r"^    (\w[\w, \n]*?):", section(documented(function), "Args") or "", re.M)
+    named = {word for entry in entries for word in re.split(r"[,\s]+", entry)}
+    assert named == set(inspect.signature(function).parameters)
+    assert section(documented(function), "Returns")
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_phases_share_their_options(name):
     """What both phases take has one default."""

@@ -92,7 +92,7 @@ def run(
     sm_count = dispatch.sm_count(device)
     numbers = module.scales(problem, inputs)
     numbers = {name: _on_device(value, device) for name, value in numbers.items()}
-    binding = module.bind(problem, sm_count, kernel, fixed_scale(numbers))
+    binding = module.bind(problem, sm_count, kernel, "score_scale" in numbers)
     out_scale = numbers.pop("out_scale", None)
     wanted_lse = lse
     if binding.sinks_after and lse is None:
@@ -113,14 +113,11 @@ def run(
     if lse is not None:
         lse.mul_(binding.lse_unit)
     if binding.sinks_after and lse is not None:
-        out.mul_(torch.sigmoid(lse - inputs.sinks)[..., None])
+        # A row without keys stays 0, also beside a sink of -inf.
+        share = torch.where(lse == -torch.inf, 0, torch.sigmoid(lse - inputs.sinks))
+        out.mul_(share[..., None])
         if wanted_lse is not None:
             torch.logaddexp(lse, inputs.sinks.expand_as(lse), out=wanted_lse)
-
-
-def fixed_scale(scales: dict[str, Any]) -> float | None:
-    """Takes out the score scale that a kernel has as a number of the host, where it is one."""
-    return scales.pop("fixed_scale", None)
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
@@ -156,6 +153,7 @@ class Ops(NamedTuple):
     cast: Callable[[Any, str], Any]
     take: Callable[[Any, Any, int], Any]  # along an axis, index of the array's rank
     constant: Callable[[np.ndarray], Any]
+    arange: Callable[[int], Any]  # int32
     concatenate: Callable[..., Any]  # of a list, along axis 0 by default
     cumsum: Callable[[Any], Any]  # of a vector, its dtype kept
     argsort: Callable[[Any], Any]  # of a vector, rising, stable
@@ -169,6 +167,7 @@ def torch_ops(device: torch.device) -> Ops:
         cast=lambda array, dtype: array.to(getattr(torch, dtype)),
         take=torch.take_along_dim,
         constant=lambda array: _constant(array.tobytes(), str(array.dtype), array.shape, device),
+        arange=lambda count: torch.arange(count, dtype=torch.int32, device=device),
         concatenate=torch.concatenate,
         cumsum=lambda vector: vector.cumsum(0, dtype=vector.dtype),
         argsort=lambda vector: vector.argsort(stable=True),
@@ -184,9 +183,12 @@ def _constant(
 ) -> torch.Tensor:
     """A tensor of fixed content, made once per device: a copy from the host cannot be captured."""
     key = (data, dtype, shape, device)
-    if key not in _constants:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("call once with these shapes before capturing a CUDA graph")
-        array = np.frombuffer(data, dtype).reshape(shape).copy()
-        _constants[key] = torch.from_numpy(array).to(device)
-    return _constants[key]
+    if key in _constants:
+        return _constants[key]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("call once with these shapes before capturing a CUDA graph")
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
+    tensor = torch.from_numpy(array).to(device)
+    if type(tensor) is torch.Tensor:  # not one of a fake mode
+        _constants[key] = tensor
+    return tensor

@@ -95,8 +95,6 @@ def refusal(kernel: Kernel, problem: AttentionProblem, environment: Environment)
 
 def _missing(kernel: Kernel, environment: Environment) -> str | None:
     """What the installation lacks for a kernel that the call itself would suit."""
-    if not _has_module(kernel.module):
-        return f"not implemented yet: torch_core has no {kernel.module}"
     if kernel.entry.startswith("flashinfer") and not environment.flashinfer:
         return "needs FlashInfer: pip install 'jaxattn[cuda]'"
     if kernel.cubins and not environment.cubins:
@@ -109,11 +107,6 @@ def _brief(values: tuple[int, ...] | None) -> str:
     if len(values) > 6:
         return f"{values[0]} to {values[-1]} in steps of {values[1] - values[0]}"
     return ", ".join(map(str, values))
-
-
-@functools.cache
-def _has_module(module: str) -> bool:
-    return importlib.util.find_spec(f"torch_core.{module}") is not None
 
 
 def explain_problem(
@@ -378,7 +371,7 @@ def matrix() -> str:
         "sinks": lambda k: _mark(k.sinks),
         "drafts": lambda k: _mark(k.drafts) if k.phase == "decode" else "",
         "plan": lambda k: _mark(k.plans),
-        "status": lambda k: k.status if _has_module(k.module) else "to come",
+        "status": lambda k: k.status,
     }
     lines = [list(columns), ["---"] * len(columns)]
     lines += [[str(spell(kernel)) for spell in columns.values()] for kernel in TABLE]

@@ -53,6 +53,10 @@ def attend(
 
 def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> torch.Tensor:
     """The plan of a prefill's kernel on the device of its lengths, empty where it takes none."""
+    return _make_plan(inputs, backend, options)
+
+
+def _plan(inputs: AttentionInputs, backend: str, options: dict[str, Any]) -> torch.Tensor:
     problem, inputs = describe_prefill(inputs, **options)
     lengths = {name: getattr(inputs, name) for name in ("seq_lens", "cu_seqlens_q")}
     require_same_device(**lengths)
@@ -64,6 +68,10 @@ def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> torch
     return dispatch.load(kernel).make_plan(
         problem, inputs, ops, dispatch.sm_count(device), kernel.name
     )
+
+
+# A choice of modules, which a graph cannot hold: torch.compile breaks its graph here.
+_make_plan: Any = torch.compiler.disable(_plan)
 
 
 def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> dispatch.Kernel:

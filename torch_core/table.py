@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import checks
-from .problem import DecodeProblem, PrefillProblem
+from .problem import AttentionProblem, DecodeProblem, PrefillProblem
 
 NVFP4 = "nvfp4"  # packed 4-bit cache with block scales; a word of the table, not a torch dtype
 _SAME = {(dtype, dtype) for dtype in checks.HALF}
@@ -88,6 +88,14 @@ def _window_hangs(problem: PrefillProblem, environment: Environment) -> str | No
         and environment.capability == 90
     ):
         return "a window with an e4m3 query can hang on SM90; use a bfloat16 query"
+    return None
+
+
+def _address_space(problem: AttentionProblem, environment: Environment) -> str | None:
+    tokens = problem.batch * problem.pages_per_seq * problem.page_size
+    query = problem.num_rows * problem.num_qo_heads * problem.head_dim
+    if max(tokens, query) >= 2**32:
+        return "counts the tokens of a page table and the elements of a query in 32 bits"
     return None
 
 
@@ -209,8 +217,9 @@ TABLE: tuple[Kernel, ...] = (
         phase="decode",
         module="backends.native",
         entry="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
-        capabilities=((75, 999),),
+        capabilities=((80, 999),),
         dtypes=frozenset(_SAME | _E4M3_KV | _E5M2_KV),
+        rules=(_address_space,),
         **_NATIVE,
     ),
     Kernel(
@@ -236,8 +245,8 @@ TABLE: tuple[Kernel, ...] = (
         module="backends.native",
         entry='flashinfer.BatchPrefillWithPagedKVCacheWrapper(backend="fa2")',
         plans=True,
-        rules=(_causal_window,),
-        capabilities=((75, 999),),
+        rules=(_causal_window, _address_space),
+        capabilities=((80, 999),),
         dtypes=frozenset(_SAME | _E4M3_KV),
         **_NATIVE,
     ),

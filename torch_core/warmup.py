@@ -24,11 +24,22 @@ def warmup(phase: str, **arguments: Any) -> str:
         NotImplementedError: no kernel runs such a call.
         RuntimeError: the build failed; the message says why.
     """
-    backend = arguments.pop("backend", "auto")
-    problem = dispatch.describe_call(phase, **arguments)
     environment = dispatch.environment(dispatch.device_capability())
+    return build(environment, dispatch.sm_count(), phase, **arguments)
+
+
+def build(
+    environment: dispatch.Environment,
+    sm_count: int,
+    phase: str,
+    *,
+    backend: str = "auto",
+    **arguments: Any,
+) -> str:
+    """The same for a device that is described."""
+    problem = dispatch.describe_call(phase, **arguments)
     kernel = dispatch.choose(problem, environment, backend)
     module = dispatch.load(kernel)
     if hasattr(module, "bind"):
-        module.bind(problem, dispatch.sm_count(), kernel.name, None)
+        module.bind(problem, sm_count, kernel.name, False)
     return kernel.name

@@ -141,8 +141,8 @@ def rounded(arguments: dict[str, Any]) -> list[np.ndarray]:
 
 
 def e4m3_weights(arguments: dict[str, Any]) -> list[np.ndarray]:
-    """A prefill in float32 with its softmax weights, times 448, rounded to e4m3, and its scores to
-    14 bits: no more do Hopper's fp8 tensor cores keep of a sum."""
+    """A prefill in float32 with its softmax weights, times 448, rounded to e4m3, and its scores cut
+    to 14 bits: no more do Hopper's fp8 tensor cores keep of a sum, and they cut."""
     number = {n: float(arguments.get(n) or 1.0) for n in ("q_scale", "k_scale", "v_scale")}
     query = arguments["query"].astype(np.float32)
     sm_scale = arguments.get("sm_scale")
@@ -168,7 +168,7 @@ def e4m3_weights(arguments: dict[str, Any]) -> list[np.ndarray]:
         heads = query[row].reshape(key.shape[1], group, -1)
         scores = np.einsum("hgd,thd->hgt", heads, key) * scale
         step = 2.0 ** (np.floor(np.log2(max(np.abs(scores).max(), 1e-30))) - 13)
-        scores = np.round(scores / step) * step
+        scores = np.trunc(scores / step) * step
         if arguments.get("soft_cap") is not None:
             scores = arguments["soft_cap"] * np.tanh(scores / arguments["soft_cap"])
         top = scores.max(-1, keepdims=True)

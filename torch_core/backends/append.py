@@ -25,7 +25,7 @@ def _quantised(
     return rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages", "batch", "pages_per_seq"])
 def append(
     key_ptr, value_ptr, place_ptr, request_ptr, table_ptr, k_scale, v_scale,
     key_cache_ptr, value_cache_ptr,
@@ -81,8 +81,8 @@ def run(problem: AppendProblem, inputs: AppendInputs) -> None:
     arrays = any(isinstance(scale, torch.Tensor) for scale in (k_scale, v_scale))
     if arrays:
         k_scale, v_scale = (_array(scale, key.device) for scale in (k_scale, v_scale))
-    table = places[None] if by_slot else inputs.page_table
-    append[(tokens,)](
+    table = places.new_empty(0, 0) if by_slot else inputs.page_table
+    arguments = (
         key, value,
         places.contiguous(),
         inputs.request_ids.contiguous() if by_request else places,
@@ -91,13 +91,23 @@ def run(problem: AppendProblem, inputs: AppendInputs) -> None:
         key_cache, value_cache,
         *key.stride(), *value.stride(), *caches[0].stride(), *caches[1].stride(),
         key_cache.shape[0], *table.shape,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=problem.page_size,
-        BY_SLOT=by_slot, BY_REQUEST=by_request,
-        K_SCALED=scaled[0], V_SCALED=scaled[1], ARRAYS=arrays,
-        LARGEST=LARGEST.get(key_cache.dtype, 0.0),
-        BLOCK=min(1024, triton.next_power_of_2(num_heads * head_dim)),
-        num_warps=4,
     )  # fmt: skip
+    # Triton launches on the current device, an operator of torch on that of its tensors.
+    with torch.cuda.device(key.device if key.is_cuda else -1):
+        append[(tokens,)](
+            *arguments,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=problem.page_size,
+            BY_SLOT=by_slot,
+            BY_REQUEST=by_request,
+            K_SCALED=scaled[0],
+            V_SCALED=scaled[1],
+            ARRAYS=arrays,
+            LARGEST=LARGEST.get(key_cache.dtype, 0.0),
+            BLOCK=min(1024, triton.next_power_of_2(num_heads * head_dim)),
+            num_warps=4,
+        )
 
 
 def _array(scale: Any, device: torch.device) -> torch.Tensor:

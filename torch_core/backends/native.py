@@ -1,15 +1,14 @@
 """FlashInfer's own decode and prefill (FA2), and its prefill for Hopper (FA3).
 
 Decode is upstream's tensor-core variant, which it builds from the FA2 prefill kernel. Upstream's
-score scale is a number of the host. Where ours is an array, it multiplies the query, or the scores
-of an e4m3 query as an array for each head. Its lse has base 2.
+score scale is a number of the host, and positive. It stays head_dim ** -0.5: what ours is beyond
+that multiplies the query, or the scores of an e4m3 query by an array. Its lse has base 2.
 """
 
 import functools
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import build
@@ -22,17 +21,13 @@ ALL = 0
 
 
 def scales(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
-    """The score scale as a number or as an array, and a factor of the output where it is not 1."""
-    scale = score_scale(problem, inputs)
-    if isinstance(scale, float):
-        found = dict(fixed_scale=scale)
-    elif problem.query_dtype == "float8_e4m3fn":
-        found = dict(score_scale=scale)
-    else:
-        found = dict(query_scale=scale)
-    if not (isinstance(inputs.v_scale, float) and inputs.v_scale == 1.0):
-        found["out_scale"] = inputs.v_scale
-    return found
+    """Factors of the query (or of an e4m3 query's scores) and of the output; none where it is 1."""
+    factor = score_scale(problem, inputs) * math.sqrt(problem.head_dim)
+    if isinstance(factor, float) and math.isclose(factor, 1.0, rel_tol=1e-7):
+        factor = 1.0
+    name = "score_scale" if problem.query_dtype == "float8_e4m3fn" else "query_scale"
+    found = {name: factor, "out_scale": inputs.v_scale}
+    return {name: x for name, x in found.items() if not (isinstance(x, float) and x == 1.0)}
 
 
 def operands(
@@ -50,8 +45,14 @@ def operands(
         product = ops.cast(inputs.query, "float32") * scales["query_scale"]
         arrays["query"] = ops.cast(product, problem.query_dtype)
     if "score_scale" in scales:
-        ones = ops.constant(np.ones(problem.num_kv_heads, np.float32))
-        arrays["score_scale"] = ones * scales["score_scale"]
+        factor = ops.cast(0 * ops.arange(problem.num_kv_heads) + 1, "float32")
+        factor = factor * scales["score_scale"]
+        # Upstream multiplies what it masked, -inf, too: the sign goes to the query, which is exact.
+        sign = ops.where(factor < 0, 0 * factor - 1, 0 * factor + 1)
+        sign = ops.where(factor == 0, factor, sign)[:1]
+        product = ops.cast(arrays["query"], "float32") * sign[0]
+        arrays["query"] = ops.cast(product, problem.query_dtype)
+        arrays["score_scale"] = ops.where(factor == 0, factor + 1, sign * factor)
     arrays["plan"] = inputs.plan
     if inputs.plan is None:
         arrays["plan"] = make_plan(problem, inputs, ops, sm_count, kernel)
@@ -74,23 +75,20 @@ def plan_size(problem: Any, sm_count: int, kernel: str) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(problem: Any, sm_count: int, kernel: str, fixed_scale: float | None = 1.0) -> Binding:
-    """The compiled kernel for a problem on a device of `sm_count` multiprocessors; without
-    `fixed_scale`, the score scale is an operand."""
+def bind(problem: Any, sm_count: int, kernel: str, scaled: bool) -> Binding:
+    """The compiled kernel for a problem on a device of `sm_count` multiprocessors; `scaled`: with
+    the operand score_scale."""
     version = "fa3" if kernel == "native_prefill_fa3" else "fa2"
     dtypes = [problem.query_dtype, problem.kv_dtype, problem.out_dtype]
     window, capped = problem.window_left >= 0, problem.soft_cap is not None
     causal = problem.phase == "prefill" and problem.causal
-    soft_cap = problem.soft_cap or 0.0
-    sm_scale = 1.0 if fixed_scale is None else fixed_scale
-    owned = False
+    soft_cap, sm_scale = problem.soft_cap or 0.0, problem.head_dim**-0.5
     if version == "fa3":
         layout = native_plan.hopper(problem, sm_count)
         lists = (Operand("page_table"),) * 4  # the kernel reads the plan's own
         scratch = 16
         if problem.query_dtype == "float8_e4m3fn":
-            owned = fixed_scale is None
-            k_scale = Operand("score_scale") if owned else None
+            k_scale = Operand("score_scale") if scaled else None
             rest = (None, k_scale, None, sm_scale, 1.0, 1.0, 1.0)
         else:
             rest = (None, None, None, None, soft_cap, sm_scale, 1.0, 0)
@@ -123,7 +121,7 @@ def bind(problem: Any, sm_count: int, kernel: str, fixed_scale: float | None = 1
         scratch=scratch,
         lse_unit=math.log(2),
         sinks_after=problem.sinks,
-        owned=owned,
+        owned=scaled,
     )
 
 

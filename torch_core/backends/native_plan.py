@@ -11,8 +11,6 @@ one more. A request without keys makes upstream write 0 and -inf, and so no row 
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..binding import Ops, Part
 from ..problem import AttentionInputs, AttentionProblem, DecodeProblem, PrefillProblem
 
@@ -56,18 +54,14 @@ def _search(ends: Any, index: Any, ops: Ops) -> Any:
     return ops.cast(ops.search(ends, index), "int32").clip(max=ends.shape[0] - 1)
 
 
-def _arange(count: int, ops: Ops) -> Any:
-    return ops.constant(np.arange(count, dtype=np.int32))
-
-
 class Hopper(NamedTuple):
     """FA3's lists: what each multiprocessor works through."""
 
     rows: int  # query rows of a tile
     tiles: int  # upper bound
     heads: int  # that the lists name; 1 where all heads share them
-    blocks: int
-    rounds: int  # tiles of a block's list, upper bound
+    sm_count: int
+    rounds: int  # tiles of a multiprocessor's list, upper bound
     parts: dict[str, Part]
 
     @property
@@ -93,11 +87,11 @@ def hopper(problem: PrefillProblem, sm_count: int) -> Hopper:
 def hopper_plan(plan: Hopper, problem: PrefillProblem, inputs: AttentionInputs, ops: Ops) -> Any:
     """FA3's plan: tiles by falling cost, dealt to the multiprocessors to and fro."""
     begin, rows, keys = _requests(problem, inputs, ops)
-    request = np.minimum(np.arange(2 * problem.batch + 1) // 2, max(problem.batch - 1, 0))
-    page = ops.constant((request * problem.pages_per_seq).astype(np.int32))
+    request = (ops.arange(2 * problem.batch + 1) // 2).clip(max=max(problem.batch - 1, 0))
+    page = request * problem.pages_per_seq
     count = (rows + plan.rows - 1) // plan.rows
     ends = ops.cumsum(count)
-    index = _arange(plan.tiles, ops)
+    index = ops.arange(plan.tiles)
     owner = _search(ends, index, ops)
     tile = index - (ends - count)[owner]
     tile_rows = ops.where(index < ends[-1], rows[owner], 0 * index)
@@ -111,32 +105,31 @@ def hopper_plan(plan: Hopper, problem: PrefillProblem, inputs: AttentionInputs, 
     order = ops.argsort(ops.where(tile_rows > 0, -seen - 1, 0 * seen))
     # One more tile, without rows: what a list is filled up with.
     columns = [array[:, None] for array in (tile, begin[owner], page[owner], tile_rows, tile_keys)]
-    nothing = ops.constant(np.zeros((1, len(columns)), np.int32))
-    fields = ops.concatenate([ops.concatenate(columns, 1), nothing])
+    fields = ops.concatenate(columns, 1)
+    fields = ops.concatenate([fields, 0 * fields[:1]])
     order = ops.concatenate([order, 0 * order[:1] + plan.tiles])
-    rank, head = _deal(plan)
-    lists = fields[order[ops.constant(rank)]].T.reshape(-1)
-    indptr = np.arange(plan.blocks + 1, dtype=np.int32) * plan.rounds
-    constants = np.concatenate([head, 0 * head, indptr])
-    return ops.cast(ops.concatenate([lists, ops.constant(constants)]), "int32")
+    rank, head = _deal(plan, ops)
+    lists = fields[order[rank]].T.reshape(-1)
+    indptr = ops.arange(plan.sm_count + 1) * plan.rounds
+    return ops.cast(ops.concatenate([lists, head, 0 * head, indptr]), "int32")
 
 
-def _deal(plan: Hopper) -> tuple[np.ndarray, np.ndarray]:
+def _deal(plan: Hopper, ops: Ops) -> tuple[Any, Any]:
     """For each place of the lists: the rank of its tile and its head."""
-    block, turn = np.arange(plan.blocks)[:, None], np.arange(plan.rounds)[None, :]
-    place = turn * plan.blocks + np.where(turn % 2 == 0, block, plan.blocks - 1 - block)
-    rank = np.minimum(place // plan.heads, plan.tiles)
-    head = np.where(rank < plan.tiles, place % plan.heads, 0)
-    return rank.reshape(-1).astype(np.int32), head.reshape(-1).astype(np.int32)
+    place = ops.arange(plan.sm_count * plan.rounds)
+    owner, turn = place // plan.rounds, place % plan.rounds
+    owner = ops.where(turn % 2 == 0, owner, plan.sm_count - 1 - owner)
+    place = turn * plan.sm_count + owner
+    return (place // plan.heads).clip(max=plan.tiles), place % plan.heads
 
 
 class Tiled(NamedTuple):
-    """FA2's lists: one entry for each block."""
+    """FA2's lists: one entry for each CTA."""
 
     rows: int  # query rows times group_size of a tile
     requests: int
-    works: int  # blocks
-    split: bool  # whether keys are split between blocks
+    works: int  # CTAs
+    split: bool  # whether keys are split between CTAs
     scratch: int  # bytes of the splits' results
     parts: dict[str, Part]
     num_rows: int
@@ -191,12 +184,12 @@ def tiled_plan(plan: Tiled, problem: AttentionProblem, inputs: AttentionInputs, 
     group, pages = problem.group_size, problem.pages_per_seq
     if isinstance(problem, PrefillProblem):
         begin, rows, keys = _requests(problem, inputs, ops)
-        first = np.repeat(np.arange(problem.batch + 1), 2) * pages
+        first = ops.arange(2 * problem.batch + 2) // 2 * pages
         causal = problem.causal
     else:
-        begin, keys = _arange(problem.batch, ops), inputs.seq_lens
+        begin, keys = ops.arange(problem.batch), inputs.seq_lens
         rows = 0 * keys + 1
-        first = np.arange(problem.batch + 1) * pages
+        first = ops.arange(problem.batch + 1) * pages
         causal = True
     q_indptr = ops.concatenate([begin, 0 * begin[:1] + problem.num_rows])
     tiles = (rows * group + plan.rows - 1) // plan.rows
@@ -206,7 +199,7 @@ def tiled_plan(plan: Tiled, problem: AttentionProblem, inputs: AttentionInputs, 
     chunk_keys = _chunk_keys(plan, tiles, seen, ops) if plan.split else 0 * seen[:1] + 2**30
     chunks = (seen + chunk_keys - 1) // chunk_keys
     ends = ops.cumsum(tiles * chunks)
-    index = _arange(4 * math.ceil(plan.works / 4), ops)
+    index = ops.arange(4 * math.ceil(plan.works / 4))
     owner = _search(ends, index, ops)
     place = index - (ends - tiles * chunks)[owner]
     valid = index < ends[-1]
@@ -216,10 +209,10 @@ def tiled_plan(plan: Tiled, problem: AttentionProblem, inputs: AttentionInputs, 
     partial = ops.cumsum(rows * chunks)
     o_indptr = ops.concatenate([0 * partial[:1], partial])
     flags = ops.cast(valid, "int32").reshape(-1, 4)
-    flags = (flags * ops.constant(np.array([1, 2**8, 2**16, 2**24], np.int32))).sum(-1)
+    flags = sum((flags[:, byte] * 2 ** (8 * byte) for byte in range(4)), 0 * flags[:, 0])
     vector = [
         q_indptr,
-        ops.constant(first.astype(np.int32)),
+        first,
         # Upstream's length is that of all but the last page, and this: right also when negative.
         keys - (pages - 1) * problem.page_size,
         *lists,
@@ -229,15 +222,15 @@ def tiled_plan(plan: Tiled, problem: AttentionProblem, inputs: AttentionInputs, 
         flags,
     ]
     if plan.split:
-        row = _arange(problem.num_rows + 1, ops)
+        row = ops.arange(problem.num_rows + 1)
         owner = _search(q_indptr[1:], row, ops)
         vector.append(o_indptr[owner] + (row - q_indptr[owner]) * chunks[owner])
     return ops.concatenate([ops.cast(part, "int32") for part in vector])
 
 
 def _chunk_keys(plan: Tiled, tiles: Any, seen: Any, ops: Ops) -> Any:
-    """The fewest keys of a split, [1], for which all blocks together are enough."""
-    splits = _arange(plan.works, ops) + 1
+    """The fewest keys of a split, [1], for which the CTAs are enough."""
+    splits = ops.arange(plan.works) + 1
     keys = (seen.max() + splits - 1) // splits
     keys = (keys + MIN_CHUNK - 1) // MIN_CHUNK * MIN_CHUNK
     chunks = (seen[None, :] + keys[:, None] - 1) // keys[:, None]

@@ -81,7 +81,7 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(problem: DecodeProblem, sm_count: int, kernel: str, fixed_scale: None = None) -> Binding:
+def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = False) -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors.
 
     "xqa_fp8" is Hopper's own fp8 kernel. It rounds query and weights to e4m3 and multiplies what

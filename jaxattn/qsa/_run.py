@@ -1,0 +1,230 @@
+"""QSA calls inside XLA programs: launch records by either way on a GPU, the reference on a CPU."""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import torch_core.qsa
+from torch_core import checks
+from torch_core.qsa import launch
+from torch_core.qsa.launch import inputs_of, names_of
+from torch_core.qsa.plan import Chain, Launch
+from torch_core.qsa.problem import METADATA
+
+from .. import _device, _ffi, _launch, _triton
+
+VIAS = ("auto", "dlpack", "triton")
+FLOATS = ("eps", "sm_scale", "k_scale", "v_scale")
+Arrays = dict[str, Any]
+
+logger = logging.getLogger("jaxattn")
+
+
+def way(via: str) -> str:
+    """How a call runs on JAX's device: "reference" on a CPU, "triton" or "dlpack" on a GPU."""
+    checks.choice("via", via, VIAS)
+    capability = _device.environment().capability
+    if not capability:
+        return "reference"
+    if via == "dlpack" or (failure := _triton.failure(capability)) is None:
+        return "dlpack" if via == "dlpack" else "triton"
+    if via == "triton":
+        raise type(failure)(str(failure)) from failure
+    _tell(str(failure))
+    return "dlpack"
+
+
+@functools.cache
+def _tell(failure: str) -> None:
+    logger.warning("via='auto' is 'dlpack': %s", failure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """A call that launches kernels."""
+
+    way: str  # "triton" or "dlpack"
+    chain: Chain
+    wanted: tuple[str, ...]  # of the chain's arrays
+
+    def run(self, arrays: Arrays) -> tuple[jax.Array, ...]:
+        """Every launch is a call of its own, or shares one with its neighbours; scratch is among
+        the results."""
+        arrays = dict(arrays)
+        if self.way == "triton":
+            for record in self.chain:
+                arrays |= _by_triton(record, arrays)
+        else:
+            for piece in pieces(self.chain):
+                arrays |= _by_torch(piece, arrays)
+        return tuple(arrays[name] for name in self.wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A call of torch_core.qsa on a CPU."""
+
+    call: str
+    numbers: tuple[tuple[str, int | float], ...]
+    results: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype
+    in_place: tuple[str, ...] = field(default=())  # results that are arguments too
+
+    def run(self, arrays: Arrays) -> tuple[jax.Array, ...]:
+        """One target for all numbers: they travel in an operand that the host reads."""
+        names, wanted = tuple(arrays), tuple(name for name, _, _ in self.results)
+        header = np.array([number for _, number in self.numbers], np.float64).view(np.int32)
+        numbers = tuple(name for name, _ in self.numbers)
+        values = _ffi.call(
+            f"jaxattn.qsa.{self.call}({','.join(names)})({','.join(numbers)})",
+            functools.partial(_reference, self.call, names, numbers, wanted, self.in_place),
+            [header, *arrays.values()],
+            [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in self.results],
+            aliases={1 + names.index(name): wanted.index(name) for name in self.in_place},
+            on_host=(0,),
+        )
+        return tuple(values)
+
+
+def compute(work: Kernels | Reference, call: str, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Runs a checked call; arrays that are None are left out."""
+    return _compute(work, call, {name: x for name, x in arrays.items() if x is not None})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compute(work: Kernels | Reference, call: str, arrays: Arrays) -> tuple[jax.Array, ...]:
+    name = f"qsa.{call}"
+    run = _launch.refuse_vmap(
+        name, work.run, "put the rows of all requests into one batch, with cu_seqlens_q"
+    )
+    return _launch.inference_only(name, run)(arrays)
+
+
+def _reference(
+    call: str,
+    names: tuple[str, ...],
+    numbers: tuple[str, ...],
+    wanted: tuple[str, ...],
+    in_place: tuple[str, ...],
+    header: np.ndarray,
+    *tensors: torch.Tensor,
+) -> None:
+    """The other side of `Reference.run`; results in place share their argument's memory."""
+    results = dict(zip(wanted, tensors[len(names) :], strict=True))
+    arguments: Arrays = dict(zip(names, tensors[: len(names)], strict=True))
+    arguments |= {name: results[name] for name in in_place}
+    for name, number in zip(numbers, header.view(np.float64).tolist(), strict=True):
+        arguments[name] = number if name in FLOATS else int(number)
+    if METADATA[0] in arguments:
+        arguments["metadata"] = torch_core.qsa.Metadata(*(arguments.pop(n) for n in METADATA))
+    if call == "attend":
+        arguments["return_lse"] = True
+    returned = getattr(torch_core.qsa, call)(**arguments)
+    if call == "build_metadata":
+        returned = returned[0]
+    elif not isinstance(returned, tuple):
+        returned = (returned,)
+    for name, value in zip(wanted, returned, strict=True):
+        if name not in in_place:
+            results[name].copy_(value)
+
+
+def _result(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _by_triton(record: Launch, arrays: Arrays) -> Arrays:
+    """The arrays that one launch makes or changes."""
+    sources = {new: names_of(old)[1] for old, new in record.aliases}
+    if not all(record.grid):
+        return {
+            name: arrays[sources[name]] if name in sources else jnp.zeros(shape, dtype)
+            for name, shape, dtype in record.outputs
+        }
+    names = [name for name, _, _ in record.outputs]
+    values = _triton.call(
+        record,
+        {parameter: arrays[name] for parameter, name in inputs_of(record)},
+        {f"{name}_ptr": _result(shape, dtype) for name, shape, dtype in record.outputs},
+        {record.inputs.index(old): names.index(new) for old, new in record.aliases},
+        _device.environment().capability,
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def pieces(chain: Chain) -> Iterator[Chain]:
+    """The chain cut where a name of new memory comes again, so that scratch may be reused."""
+    piece: list[Launch] = []
+    made: set[str] = set()
+    for record in chain:
+        in_place = {new for _, new in record.aliases}
+        new = {name for name, _, _ in record.outputs} - in_place
+        if new & made:
+            yield tuple(piece)
+            piece, made = [], set()
+        piece.append(record)
+        made |= new
+    if piece:
+        yield tuple(piece)
+
+
+def _by_torch(piece: Chain, arrays: Arrays) -> Arrays:
+    """The arrays that torch_core's launcher makes or changes in one call."""
+    operands: Arrays = {}
+    results: dict[str, jax.ShapeDtypeStruct] = {}
+    aliases: dict[str, str] = {}  # operand -> result
+    held: dict[str, str] = {}  # array -> result that is its memory
+    for record in piece:
+        for _, name in inputs_of(record):
+            if name not in held:
+                operands[name] = arrays[name]
+        sources = {new: names_of(old)[1] for old, new in record.aliases}
+        for name, shape, dtype in record.outputs:
+            source = sources.get(name)
+            if source in held:
+                held[name] = held[source]
+                continue
+            if source is not None:
+                aliases[source] = name
+            results[name], held[name] = _result(shape, dtype), name
+    for wanted in launch.specializations(piece, {n: str(x.dtype) for n, x in operands.items()}):
+        load_kernel(wanted)
+    names, made = list(operands), list(results)
+
+    def launched(*tensors: torch.Tensor) -> None:
+        given = dict(zip(names, tensors[: len(names)], strict=True))
+        launch.run(piece, given, dict(zip(made, tensors[len(names) :], strict=True)))
+
+    values = _ffi.call(
+        f"jaxattn.qsa.{_identity(piece, tuple(names))}",
+        launched,
+        list(operands.values()),
+        list(results.values()),
+        aliases={names.index(old): made.index(new) for old, new in aliases.items()},
+        platform="gpu",
+        captured=True,
+    )
+    memory = dict(zip(made, values, strict=True))
+    return {name: memory[result] for name, result in held.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _identity(piece: Chain, names: tuple[str, ...]) -> str:
+    """What tells a piece from others, the same in every process."""
+    kernels = "+".join(record.kernel for record in piece)
+    return f"{kernels}.{hashlib.sha256(repr((piece, names)).encode()).hexdigest()[:32]}"
+
+
+@functools.lru_cache(maxsize=2**14)
+def load_kernel(wanted: launch.Specialization) -> None:
+    """Compiles a kernel for torch and loads it on this process's GPUs, as no capture could."""
+    for gpu in _device.gpus():
+        with launch.on_device(torch.device("cuda", gpu)):
+            launch.compile_ahead(wanted)

@@ -1,0 +1,1 @@
+"""Triton kernels. Parameters: inputs, outputs, then constants, as in the Launch records."""

@@ -1,0 +1,334 @@
+"""Sparse attention of single rows over their token lists, split over programs, and its parts that
+attend_prefill shares.
+
+A row's state is (acc, top, total): the sum of exp(score - top) * value, the largest score, and the
+sum of exp(score - top). top is -inf and total 0 as long as there is no score.
+
+OVERLAP lets the next launch start before this one ends, and this one before the last ended, where
+the launches say that they may; otherwise its two instructions do nothing. They need SM90."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def slot_of(
+    page_table_ptr,
+    request,
+    token,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+):
+    """Place of request-relative tokens in the cache, int32 if that can hold it; -1: out of range or
+    not mapped."""
+    # A negative token becomes a page past the end; shifts replace signed division.
+    page_index = token.to(tl.uint32) // PAGE_SIZE
+    inside = page_index < PAGES_PER_SEQ
+    row_ptr = page_table_ptr + request.to(tl.int64) * PAGES_PER_SEQ
+    page = tl.load(row_ptr + page_index, mask=inside, other=-1)
+    mapped = page.to(tl.uint32) < NUM_PAGES
+    within = (token.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+    if NUM_PAGES * PAGE_SIZE >= 2147483648:
+        page = page.to(tl.int64)
+    return tl.where(mapped, page * PAGE_SIZE + within, -1)
+
+
+@triton.jit
+def exp(x):
+    """exp of differences of scores. tl.exp would keep results below 2**-126, for two more
+    instructions; log2 e in `scale` would save one, and round away the differences of large scores.
+    """
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """To the query's dtype. E4M3 goes through fp16 and fp32, all exact, NaN kept: the conversion to
+    bf16 that Triton 3.6 makes takes an F2F, of low rate, for each element."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+        if dtype != tl.float16:
+            x = x.to(tl.float32)
+    return x.to(dtype)
+
+
+@triton.jit
+def softmax_update(q, k, v, allowed, acc, top, total, scale):
+    """One tile of online softmax; `allowed` [BLOCK_M, BLOCK_N] or [1, BLOCK_N]."""
+    k = widen(k, q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.where(allowed, scores * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = exp(scores - anchor[:, None])
+    decay = exp(top - anchor)
+    total = total * decay + tl.sum(weights, 1)
+    v = widen(v, q.dtype)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def store_out(out_ptr, gate_ptr, offsets, mask, value, total, GATE: tl.constexpr):
+    """Rounds to the output dtype, then gates in fp32 and rounds again. Where total is 0 the value
+    is, and stays 0 whatever the gate holds."""
+    value = value.to(out_ptr.dtype.element_ty)
+    if GATE:
+        gate = tl.load(gate_ptr + offsets, mask=mask & (total != 0.0), other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, value, mask=mask)
+
+
+@triton.jit
+def store_lse(lse_ptr, offsets, mask, top, total):
+    lse = tl.where(total == 0.0, float("-inf"), top + tl.log(total))
+    tl.store(lse_ptr + offsets, lse, mask=mask)
+
+
+@triton.jit
+def attend_split(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    row,
+    kv_head,
+    first,
+    scale,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(acc [BLOCK_M, HEAD_DIM], top, total [BLOCK_M]) of the query heads of one row and KV head,
+    over TILES tiles of its list from column `first` on.
+
+    List, count and request are one round trip to memory, the page table the second, keys and values
+    the third. In the loop, the places of the next tile and the tokens of the one after are read
+    ahead; Triton does not pipeline loops that read further. A single tile is a loop too: Triton
+    would load its values after its keys have come."""
+    GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, HEAD_DIM)
+    tokens_ptr = token_indices_ptr + row.to(tl.int64) * NUM_SELECTED
+    key_cache_ptr += kv_head * HEAD_DIM
+    value_cache_ptr += kv_head * HEAD_DIM
+    column = first + n
+    token = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
+    request = tl.load(request_ids_ptr + row)
+    count = tl.load(counts_ptr + row)
+    q_rows = row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m
+    q = tl.load(
+        query_ptr + q_rows[:, None] * HEAD_DIM + d[None, :], mask=(m < GROUP)[:, None], other=0.0
+    )
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if TILES > 1:
+        column += BLOCK_N
+        after = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
+    # ptxas would load the query late, and keys and values wait for it: another round trip.
+    tl.debug_barrier()
+    count = tl.where(request >= 0, tl.minimum(count, NUM_SELECTED), 0)
+    request = tl.maximum(request, 0)
+    slot = slot_of(page_table_ptr, request, token, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
+    for start in tl.range(first, tl.minimum(count, first + TILES * BLOCK_N), BLOCK_N):
+        live = (slot >= 0) & (start + n < count)
+        offsets = (slot.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
+        k = tl.load(key_cache_ptr + offsets, mask=live[:, None], other=0.0)
+        v = tl.load(value_cache_ptr + offsets, mask=live[:, None], other=0.0)
+        if TILES > 1:
+            slot = slot_of(page_table_ptr, request, after, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
+            column = start + 2 * BLOCK_N + n
+            after = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
+        acc, top, total = softmax_update(q, k, v, live[None, :], acc, top, total, scale)
+    return acc, top, total
+
+
+@triton.jit
+def attend_row(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    gate_ptr,
+    sm_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    row,
+    kv_head,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """The whole list of one row, for the heads of one KV head, to the outputs."""
+    GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
+    scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
+    acc, top, total = attend_split(
+        query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
+        request_ids_ptr, row, kv_head, 0, scale, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED,
+        PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_DIM)
+    value = acc * (tl.load(v_scale_ptr) / tl.where(total == 0.0, 1.0, total))[:, None]
+    rows = row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m
+    mask = m < GROUP
+    offsets = rows[:, None] * HEAD_DIM + d[None, :]
+    store_out(out_ptr, gate_ptr, offsets, mask[:, None], value, total[:, None], GATE)
+    store_lse(lse_ptr, rows, mask, top, total)
+
+
+@triton.jit
+def decode(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    gate_ptr,
+    sm_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Grid (rows * NUM_KV_HEADS): one program walks a whole list."""
+    row = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    attend_row(
+        query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
+        request_ids_ptr, gate_ptr, sm_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, row,
+        kv_head, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ,
+        NUM_PAGES, BLOCK_M, BLOCK_N, GATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_split(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    sm_scale_ptr,
+    k_scale_ptr,
+    partial_ptr,
+    state_ptr,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (rows * NUM_KV_HEADS, SPLITS): TILES tiles of a list each. The KV heads of a row, whose
+    keys lie side by side, start together, and the last splits, which have little to read, last.
+    partial [rows, NUM_QO_HEADS, SPLITS, HEAD_DIM]: sums not yet divided; state [rows, NUM_QO_HEADS,
+    SPLITS, 2]: top and total."""
+    GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
+    acc, top, total = attend_split(
+        query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
+        request_ids_ptr, row, kv_head, split * (TILES * BLOCK_N), scale, NUM_QO_HEADS, NUM_KV_HEADS,
+        HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_DIM)
+    places = (row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m) * SPLITS + split
+    # A split without tokens has total 0, and its sums are not used.
+    mask = (m < GROUP)[:, None] & (total != 0.0)[:, None]
+    tl.store(partial_ptr + places[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+    tl.store(state_ptr + places * 2, top, mask=m < GROUP)
+    tl.store(state_ptr + places * 2 + 1, total, mask=m < GROUP)
+
+
+@triton.jit
+def merge(
+    partial_ptr,
+    state_ptr,
+    gate_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    GATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (rows * NUM_QO_HEADS, HEAD_DIM // BLOCK_DIM): joins the splits of one row and head."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, BLOCK_SPLITS)
+    d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    places = row * SPLITS + s
+    top = tl.load(state_ptr + places * 2, mask=s < SPLITS, other=float("-inf"))
+    total = tl.load(state_ptr + places * 2 + 1, mask=s < SPLITS, other=0.0)
+    # Not masked by total: that would be another round trip.
+    offsets = places[:, None] * HEAD_DIM + d[None, :]
+    partial = tl.load(partial_ptr + offsets, mask=(s < SPLITS)[:, None], other=0.0)
+    v_scale = tl.load(v_scale_ptr)
+    new_top = tl.max(top, 0)
+    weights = exp(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+    new_total = tl.sum(weights * total, 0)
+    partial = tl.where((total != 0.0)[:, None], partial * weights[:, None], 0.0)
+    value = tl.sum(partial, 0) * (v_scale / tl.where(new_total == 0.0, 1.0, new_total))
+    totals = tl.zeros([BLOCK_DIM], tl.float32) + new_total
+    store_out(out_ptr, gate_ptr, row * HEAD_DIM + d, d < HEAD_DIM, value, totals, GATE)
+    store_lse(lse_ptr, row, tl.program_id(1) == 0, new_top, new_total)

@@ -1,0 +1,304 @@
+"""Sparse attention of tiles of neighbouring rows: the union of their groups is read once.
+
+Lists may hold anything. Those of the form that select and expand give (groups in ascending order,
+then the tail) are joined; a tile with any other list, or whose rows have little in common, is
+walked row by row."""
+
+import triton
+import triton.language as tl
+
+from .attend import attend_row, slot_of, softmax_update, store_lse, store_out
+
+
+@triton.jit
+def find_in_row(
+    token_indices_ptr,
+    counts_ptr,
+    row,
+    wanted,
+    mask,
+    NUM_SELECTED: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    TOPK_BITS: tl.constexpr,
+):
+    """Whether each of `wanted` (first tokens of groups) is among the row's ascending groups, and
+    how many of these are smaller."""
+    tokens_ptr = token_indices_ptr + row * NUM_SELECTED
+    count = tl.minimum(tl.maximum(tl.load(counts_ptr + row), 0), NUM_SELECTED)
+    groups = count // COMPRESS_RATIO
+    below = tl.zeros_like(wanted)
+    for bit in tl.static_range(TOPK_BITS):
+        probe = below + (1 << (TOPK_BITS - 1 - bit))
+        inside = mask & (probe <= groups)
+        first = tl.load(tokens_ptr + (probe - 1) * COMPRESS_RATIO, mask=inside, other=0)
+        below = tl.where(inside & (first < wanted), probe, below)
+    inside = mask & (below < groups)
+    first = tl.load(tokens_ptr + below * COMPRESS_RATIO, mask=inside, other=0)
+    return inside & (first == wanted), below
+
+
+@triton.jit
+def join_rows(
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    slots_ptr,
+    words_ptr,
+    header_ptr,
+    NUM_SELECTED: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TOPK_BITS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    MAX_UNION: tl.constexpr,
+):
+    """Grid (tiles, rows of the last tile): a grid may depend on the number of rows, a constexpr may
+    not. One program joins the lists of TILE_ROWS rows.
+
+    An entry is a group of one request that some of its rows in the tile select: the cache slot of
+    its first token, and a word: bit a for row a of the tile, the tokens to read from bit 16 on. The
+    rows of one request form a run, and each row adds the groups that no row of the run before it
+    has, then its tail. header[tile]: entries up to the end of each row [TILE_ROWS], end of each
+    row's run [TILE_ROWS], rows in the tile, whether to walk them one by one, number of tiles. They
+    are walked one by one if a list is of another form, or if the groups are more than MAX_UNION
+    percent of those listed.
+
+    A row looks its new groups up in the rows after it only, and marks what it finds there: where
+    the mark of group i of row a is kept, slots[a * (topk + 1) + i], no row up to a - 1 puts an
+    entry, and row a only once the mark is read."""
+    MARKS: tl.constexpr = CAPACITY // TILE_ROWS
+    tile = tl.program_id(0)
+    if tl.program_id(1) == 0:
+        rows = tl.where(tile == tl.num_programs(0) - 1, tl.num_programs(1), TILE_ROWS)
+        i = tl.arange(0, BLOCK_GROUPS)
+        header_ptr += tile.to(tl.int64) * (2 * TILE_ROWS + 3)
+        slots_ptr += tile.to(tl.int64) * CAPACITY
+        words_ptr += tile.to(tl.int64) * CAPACITY
+        first_row = tile.to(tl.int64) * TILE_ROWS
+        for begin in range(0, CAPACITY, BLOCK_GROUPS):
+            tl.store(slots_ptr + begin + i, tl.zeros_like(i), mask=begin + i < CAPACITY)
+        used = 0
+        listed = 0
+        joined = 0
+        apart = 0
+        for a in range(0, rows):
+            row = first_row + a
+            request = tl.load(request_ids_ptr + row)
+            count = tl.where(request >= 0, tl.load(counts_ptr + row), 0)
+            count = tl.minimum(tl.maximum(count, 0), NUM_SELECTED)
+            run_end = a + 1
+            same = a >= 0
+            for b in range(a + 1, rows):
+                same = same & (tl.load(request_ids_ptr + first_row + b) == request)
+                run_end += same.to(tl.int32)
+            tl.store(header_ptr + TILE_ROWS + a, run_end)
+            tokens_ptr = token_indices_ptr + row * NUM_SELECTED
+            groups = count // COMPRESS_RATIO
+            listed += groups
+            request_or_0 = tl.maximum(request, 0)
+            tl.debug_barrier()  # marks are other threads' stores
+            for begin in range(0, groups, BLOCK_GROUPS):
+                group = begin + i
+                present = group < groups
+                first = tl.load(tokens_ptr + group * COMPRESS_RATIO, mask=present, other=0)
+                before = tl.load(
+                    tokens_ptr + (group - 1) * COMPRESS_RATIO,
+                    mask=present & (group > 0),
+                    other=-2147483648,
+                )
+                fault = present & (
+                    (first < 0) | (first % COMPRESS_RATIO != 0) | ((group > 0) & (before >= first))
+                )
+                for j in tl.static_range(1, COMPRESS_RATIO):
+                    token = tl.load(tokens_ptr + group * COMPRESS_RATIO + j, mask=present, other=0)
+                    fault = fault | (present & (token != first + j))
+                apart = tl.maximum(apart, tl.max(fault.to(tl.int32), 0))
+                slot = slot_of(
+                    page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
+                )
+                word = tl.zeros_like(first) + ((1 << a) | (COMPRESS_RATIO << 16))
+                mark = tl.load(slots_ptr + a * MARKS + group, mask=present, other=1)
+                fresh = present & (slot >= 0) & (mark == 0)
+                for b in range(a + 1, run_end):
+                    found, rank = find_in_row(
+                        token_indices_ptr, counts_ptr, first_row + b, first, fresh, NUM_SELECTED,
+                        COMPRESS_RATIO, TOPK_BITS,
+                    )  # fmt: skip
+                    word = word | (found.to(tl.int32) << b)
+                    tl.store(slots_ptr + b * MARKS + rank, word, mask=found)
+                place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
+                tl.store(slots_ptr + place, slot.to(tl.int32), mask=fresh)
+                tl.store(words_ptr + place, word, mask=fresh)
+                added = tl.sum(fresh.to(tl.int32), 0)
+                used += added
+                joined += added
+            tail = count - groups * COMPRESS_RATIO
+            first = tl.load(tokens_ptr + groups * COMPRESS_RATIO, mask=tail > 0, other=0)
+            fault = (first < 0) | (first % COMPRESS_RATIO != 0)
+            for j in tl.static_range(1, COMPRESS_RATIO):
+                token = tl.load(
+                    tokens_ptr + groups * COMPRESS_RATIO + j, mask=tail > j, other=first + j
+                )
+                fault = fault | (token != first + j)
+            apart = tl.maximum(apart, fault.to(tl.int32))
+            slot = slot_of(page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
+            present = (tail > 0) & (slot >= 0)
+            tl.store(slots_ptr + used, slot.to(tl.int32), mask=present)
+            tl.store(words_ptr + used, (1 << a) | (tail << 16), mask=present)
+            used += present.to(tl.int32)
+            tl.store(header_ptr + a, used)
+        apart = tl.where(joined * 100 > listed * MAX_UNION, 1, apart)
+        tl.store(header_ptr + 2 * TILE_ROWS, rows)
+        tl.store(header_ptr + 2 * TILE_ROWS + 1, apart)
+        tl.store(header_ptr + 2 * TILE_ROWS + 2, tl.num_programs(0))
+
+
+@triton.jit
+def attend_tiles(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    gate_ptr,
+    sm_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slots_ptr,
+    words_ptr,
+    header_ptr,
+    out_ptr,
+    lse_ptr,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Grid (tiles * NUM_KV_HEADS). Query vector m is head m % GROUP of row m // GROUP of the tile.
+    Tiles to walk row by row are left to attend_rows: their entries may lie outside the cache.
+
+    Runs of rows of different requests are computed one after another, so that a NaN in the values
+    of one does not reach the rows of another. Within a run it may: rows share the values they read.
+    """
+    GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
+    HEADER: tl.constexpr = 2 * TILE_ROWS + 3
+    # Late rows have the longest lists, and start first.
+    tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    header_ptr += tile.to(tl.int64) * HEADER
+    slots_ptr += tile.to(tl.int64) * CAPACITY
+    words_ptr += tile.to(tl.int64) * CAPACITY
+    key_cache_ptr += kv_head * HEAD_DIM
+    value_cache_ptr += kv_head * HEAD_DIM
+    first_row = tile.to(tl.int64) * TILE_ROWS
+    apart = tl.load(header_ptr + 2 * TILE_ROWS + 1)
+    rows = tl.where(apart != 0, 0, tl.load(header_ptr + 2 * TILE_ROWS))
+    scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, HEAD_DIM)
+    m_row = m // GROUP
+    bit = 1 << tl.minimum(m_row, 15)
+    q_rows = (first_row + m_row) * NUM_QO_HEADS + kv_head * GROUP + m % GROUP
+    offsets = q_rows[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(query_ptr + offsets, mask=(m_row < rows)[:, None], other=0.0)
+    run_begin = 0
+    begin = 0
+    while run_begin < rows:
+        run_end = tl.load(header_ptr + TILE_ROWS + run_begin)
+        end = tl.load(header_ptr + run_end - 1)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        # Past the end, and past a tail's length, a token already read is read again: loads without
+        # a mask take fewer instructions, and bring nothing that may be poison.
+        entry = tl.maximum(tl.minimum(begin + n // COMPRESS_RATIO, end - 1), 0)
+        slot = tl.load(slots_ptr + entry)
+        word = tl.load(words_ptr + entry)
+        for start in tl.range(begin, end, BLOCK_N // COMPRESS_RATIO):
+            length = word >> 16
+            place = (slot + tl.minimum(n % COMPRESS_RATIO, length - 1)).to(tl.int64)
+            kv_offsets = (place * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
+            k = tl.load(key_cache_ptr + kv_offsets)
+            v = tl.load(value_cache_ptr + kv_offsets)
+            live = (start + n // COMPRESS_RATIO < end) & (n % COMPRESS_RATIO < length)
+            allowed = (tl.where(live, word, 0)[None, :] & bit[:, None]) != 0
+            # Entries are read a tile ahead: keys and values need not wait for them.
+            entry = tl.minimum(start + (BLOCK_N + n) // COMPRESS_RATIO, end - 1)
+            slot = tl.load(slots_ptr + entry)
+            word = tl.load(words_ptr + entry)
+            acc, top, total = softmax_update(q, k, v, allowed, acc, top, total, scale)
+        mine = (m_row >= run_begin) & (m_row < run_end)
+        value = acc * (tl.load(v_scale_ptr) / tl.where(total == 0.0, 1.0, total))[:, None]
+        store_out(out_ptr, gate_ptr, offsets, mine[:, None], value, total[:, None], GATE)
+        store_lse(lse_ptr, q_rows, mine, top, total)
+        run_begin = run_end
+        begin = end
+
+
+@triton.jit
+def attend_rows(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    gate_ptr,
+    sm_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    header_ptr,
+    tiled_out_ptr,
+    tiled_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    NUM_QO_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_ITEMS: tl.constexpr,
+):
+    """Grid (programs): the rows of the tiles that attend_tiles left out, in
+    place. Programs take rows and KV heads in turn, and learn in one round trip which of the next
+    BLOCK_ITEMS are to be walked: mostly none are."""
+    HEADER: tl.constexpr = 2 * TILE_ROWS + 3
+    i = tl.arange(0, BLOCK_ITEMS)
+    step = tl.num_programs(0)
+    items = tl.load(header_ptr + 2 * TILE_ROWS + 2) * (TILE_ROWS * NUM_KV_HEADS)
+    for begin in tl.range(tl.program_id(0), items, BLOCK_ITEMS * step, num_stages=1):
+        item = begin + i * step
+        headers_ptr = header_ptr + (item // (TILE_ROWS * NUM_KV_HEADS)).to(tl.int64) * HEADER
+        apart = tl.load(headers_ptr + 2 * TILE_ROWS + 1, mask=item < items, other=0)
+        if tl.max(apart, 0) != 0:
+            for j in tl.range(0, BLOCK_ITEMS, num_stages=1):
+                one = begin + j * step
+                tile = one // (TILE_ROWS * NUM_KV_HEADS)
+                a = one // NUM_KV_HEADS % TILE_ROWS
+                one_ptr = header_ptr + tile.to(tl.int64) * HEADER
+                rows = tl.load(one_ptr + 2 * TILE_ROWS, mask=one < items, other=0)
+                one_apart = tl.load(one_ptr + 2 * TILE_ROWS + 1, mask=one < items, other=0)
+                if (one_apart != 0) & (a < rows):
+                    attend_row(
+                        query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr,
+                        token_indices_ptr, counts_ptr, request_ids_ptr, gate_ptr, sm_scale_ptr,
+                        k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, tile * TILE_ROWS + a,
+                        one % NUM_KV_HEADS, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED,
+                        PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, BLOCK_M, BLOCK_N, GATE,
+                    )  # fmt: skip

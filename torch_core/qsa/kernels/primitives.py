@@ -1,0 +1,128 @@
+"""Pieces that the selection kernels share."""
+
+import triton
+import triton.language as tl
+
+# Ranks a score that is no candidate: below every other, so that no bound reaches it.
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))
+# More ties than a row has.
+ALL_TIES: tl.constexpr = tl.constexpr(0x7FFF)
+
+
+@triton.jit
+def sortable(scores):
+    """int32 in the order of float32 scores, -0 equal to 0; -inf and NaN give LOWEST."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(scores > float("-inf"), ordered, LOWEST)
+
+
+@triton.jit
+def key_range(keys):
+    """(lowest, highest) of the keys above LOWEST; LOWEST + 1 twice where there are none."""
+    # One reduction instead of two: the highest key, and the complement of the lowest.
+    mirrored = tl.where(keys > LOWEST, ~keys, LOWEST)
+    high, low = tl.split(tl.max(tl.join(keys, mirrored), 0))
+    low = tl.where(high > LOWEST, ~low, LOWEST + 1)
+    return low, tl.maximum(high, LOWEST + 1)
+
+
+@triton.jit
+def find_bound(keys, low, high, LEAST: tl.constexpr, MOST: tl.constexpr, BINS: tl.constexpr):
+    """(bound, ties, count): the keys above bound and the first `ties` keys equal to it are `count`
+    keys, among them the LEAST highest of lowest index. LEAST <= count <= MOST, or fewer when fewer
+    keys are from low to high, which must be all above LOWEST. At most 2**15 keys.
+
+    Each step cuts what is left between two bounds into BINS / 2 to BINS pieces, and keeps the piece
+    that the LEAST-th highest key lies in: at most 7 steps with 64 bins, on any data. The lowest
+    piece is `low` alone, since many keys often equal the lowest one: scores of 0."""
+    keys = tl.reshape(keys, [keys.numel])
+    bins = tl.arange(0, BINS)
+    span = (high - low).to(tl.uint32, bitcast=True)
+    above = low * 0  # keys > low + span, fewer than LEAST
+    count = above  # keys >= low
+    going = low == low
+    while going:
+        # span <= (BINS - 1) << shift: the power of two above what exceeds span by a BINS / 2-th.
+        padded = span.to(tl.float32) * (1.0 + 2.0 / BINS)
+        exponent = (padded.to(tl.int32, bitcast=True) >> 23) - 126
+        shift = tl.maximum(exponent, BINS.bit_length() - 1) - (BINS.bit_length() - 1)
+        offsets = (keys - low).to(tl.uint32, bitcast=True)
+        # Piece i > 0 is the 2 ** shift offsets up to i << shift; piece 0 is offset 0.
+        pieces = ((offsets - 1) >> shift.to(tl.uint32)).to(tl.int32) + 1
+        pieces = tl.where(keys == low, 0, pieces)
+        histogram = tl.histogram(pieces, BINS, mask=offsets <= span)
+        reached = tl.cumsum(histogram, 0, reverse=True) + above
+        # The highest bin that reaches LEAST, with its counts.
+        packed = (bins.to(tl.int64) << 32) + (reached.to(tl.int64) << 16) + (reached - histogram)
+        best = tl.max(tl.where((reached >= LEAST) | (bins == 0), packed, 0), 0)
+        piece = (best >> 32).to(tl.int32)
+        start = tl.where(piece > 0, ((piece - 1) << shift) + 1, 0)
+        low += start
+        width = ((shift * 0 + 1) << shift) - 1
+        span = tl.minimum(span - start.to(tl.uint32), width.to(tl.uint32))
+        span = tl.where(piece > 0, span, 0)
+        count = ((best >> 16) & 0xFFFF).to(tl.int32)
+        above = (best & 0xFFFF).to(tl.int32)
+        going = (count > MOST) & (span > 0)
+    fits = count <= MOST
+    return low, tl.where(fits, ALL_TIES, LEAST - above), tl.where(fits, count, LEAST)
+
+
+@triton.jit
+def split_columns(values):
+    """The four columns of [rows, 4]."""
+    even, odd = tl.split(tl.reshape(values, [values.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def place_kept(keys, bound, ties):
+    """For rows of 4 keys: (mask of those that find_bound keeps, how many are kept before each row).
+    `bound` is above LOWEST. At most 2**15 keys."""
+    columns = tl.arange(0, 4)[None, :]
+    if ties == ALL_TIES:
+        kept = (keys >= bound).to(tl.int32)
+        counts = tl.sum(kept, 1)
+        place = tl.cumsum(counts, 0) - counts
+        mask = tl.sum(kept << columns, 1)
+    else:
+        above = (keys > bound).to(tl.int32)
+        level = (keys == bound).to(tl.int32)
+        counts = tl.sum((above << 16) + level, 1)
+        before = tl.cumsum(counts, 0) - counts
+        level_before = before & 0xFFFF
+        # Of the row's level keys, those before the last tie.
+        rank = level_before[:, None] + tl.cumsum(level, 1)
+        kept = ((above != 0) | ((level != 0) & (rank <= ties))).to(tl.int32)
+        place = (before >> 16) + tl.minimum(level_before, ties)
+        mask = tl.sum(kept << columns, 1)
+    return mask, place
+
+
+@triton.jit
+def store_candidates(keys, ids, bound, ties, ids_ptr, keys_ptr, WITH_KEYS: tl.constexpr):
+    """Stores the ids of the keys that find_bound keeps, in rising order, and the keys themselves;
+    ids rise by 1 within each aligned 4."""
+    # A thread holds rows of 4 whole: what follows then moves no data but the scan's.
+    ROWS: tl.constexpr = keys.numel // 4
+    keys = tl.reshape(keys, [ROWS, 4])
+    first_id = tl.min(tl.reshape(ids, [ROWS, 4]), 1)
+    mask, place = place_kept(keys, bound, ties)
+    keys = split_columns(keys)
+    for column in tl.static_range(4):
+        kept = (mask >> column) & 1
+        tl.store(ids_ptr + place, first_id + column, mask=kept != 0)
+        if WITH_KEYS:
+            tl.store(keys_ptr + place, keys[column], mask=kept != 0)
+        place += kept
+
+
+@triton.jit
+def unfinished_group(position, RATIO: tl.constexpr):
+    """(first token, number of tokens) of the group that a row's position has not finished."""
+    end = tl.maximum(position.to(tl.int64) + 1, 0)
+    count = (end % RATIO).to(tl.int32)
+    return (end - count).to(tl.int32), count

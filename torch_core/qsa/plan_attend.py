@@ -1,0 +1,271 @@
+"""Launches of attend. Imports no framework."""
+
+from dataclasses import dataclass, replace
+
+from .plan import Chain, Launch
+from .problem import QSAProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsTuning:
+    """How single rows are walked: by programs of `tiles` tiles of block_tokens tokens. A row that
+    takes several of them is merged by programs of merge_dim elements of a head. overlap: launches
+    may start before the last one ended, if the launcher allows it; SM90 only."""
+
+    block_tokens: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+    merge_dim: int
+    overlap: bool = False
+
+    def splits(self, problem: QSAProblem) -> int:
+        """Programs for one row and KV head."""
+        return max(-(-problem.num_selected // (self.tiles * self.block_tokens)), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilesTuning:
+    """How tiles of neighbouring rows are walked: tile_rows rows, block_vectors query vectors."""
+
+    tile_rows: int
+    block_vectors: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    max_union: int = 80  # percent of the listed groups; of a larger union, rows are walked singly
+
+
+# Prefill rows from which a batch is walked in tiles: fewer give too few programs.
+TILED_ROWS = 256
+_PROGRAMS = 256
+_MAX_SPLITS = 64
+_ROW_PROGRAMS = 264  # of attend_rows, which mostly has nothing to do
+_MAX_TILE_ROWS = 16
+
+
+# Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, tiles of 64 | 32 tokens,
+# as many a program: 1 row 7.1 | 8.1, 8 rows 17.5 | 18.5, 32 rows 45.9 | 46.7, all with overlap;
+# tiles of 32 without: 7.8, 17.3, 44.2. 128 rows, whole lists: 138.6 | 156.5.
+# Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
+# entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 3114 for
+# 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%.
+
+
+def rows_tuning(problem: QSAProblem) -> RowsTuning:
+    """Up to two programs for each of 132 multiprocessors, in a few classes, so that another number
+    of rows compiles nothing. The tail, a few tokens, gets programs of its own past these: one more
+    tile in a program of the others would take as long as a whole one."""
+    pairs = max(problem.num_rows * problem.num_kv_heads, 1)
+    block_tokens = _row_tokens(problem)
+    whole = max(-(-problem.budget // block_tokens), 1)
+    tiles = 1
+    while tiles < whole and -(-whole // tiles) > min(max(_PROGRAMS // pairs, 1), _MAX_SPLITS):
+        tiles *= 2
+    if tiles >= whole:
+        return whole_lists(problem)
+    few = problem.num_rows * problem.num_qo_heads < 132
+    large = problem.head_dim == 256 and block_tokens == 64
+    return RowsTuning(
+        block_tokens=block_tokens,
+        tiles=tiles,
+        num_warps=4,
+        num_stages=2 if tiles == 1 or large else 3,
+        merge_dim=min(problem.head_dim, 64 if few else 256),
+    )
+
+
+def whole_lists(problem: QSAProblem) -> RowsTuning:
+    """One program for each row and KV head."""
+    block_tokens = _row_tokens(problem)
+    large = problem.head_dim == 256 and block_tokens == 64
+    return RowsTuning(
+        block_tokens=block_tokens,
+        tiles=-(-problem.num_selected // block_tokens),
+        num_warps=8 if large else 4,
+        num_stages=2 if large else 3,
+        merge_dim=problem.head_dim,
+    )
+
+
+def _row_tokens(problem: QSAProblem) -> int:
+    """Keys and values of 8 bits take registers to be widened: those of 64 tokens would not fit."""
+    return 32 if problem.head_dim == 256 and problem.kv_dtype.startswith("float8") else 64
+
+
+def tiles_tuning(problem: QSAProblem) -> TilesTuning:
+    """Query vectors of a tile: up to 64, one warp group, so that two programs share a
+    multiprocessor and one computes while the other waits. A third stage would leave no room."""
+    tile_rows = max(min(64 // problem.group_size, _MAX_TILE_ROWS), 1)
+    wide = problem.head_dim == 256
+    return TilesTuning(
+        tile_rows=tile_rows,
+        block_vectors=max(_power_of_two(tile_rows * problem.group_size), 16),
+        block_tokens=32 if wide else 64,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )
+
+
+def plan_attend(
+    problem: QSAProblem, *, gate: bool, tuning: RowsTuning | TilesTuning | None = None
+) -> Chain:
+    """From query, key_cache, value_cache, page_table, token_indices, counts, request_ids, sm_scale,
+    k_scale, v_scale (and gate) to out and lse. Scales are float32 [1].
+
+    Few rows are walked one by one, each list split over programs. Many prefill rows are walked in
+    tiles that read what neighbours have in common once, for lists as expand gives them; other
+    lists, and tiles of little in common, are found on the device and walked row by row."""
+    if tuning is None:
+        tiled = problem.num_prefill_rows >= TILED_ROWS
+        tuning = tiles_tuning(problem) if tiled else rows_tuning(problem)
+    if isinstance(tuning, TilesTuning):
+        return _tiles(problem, gate, tuning)
+    return _rows(problem, gate, tuning)
+
+
+_LISTS = ("page_table", "token_indices", "counts", "request_ids")
+_CACHES = ("query", "key_cache", "value_cache")
+_SCALES = ("sm_scale", "k_scale", "v_scale")
+
+
+def _gate(gate: bool) -> str:
+    return "gate" if gate else "gate=query"
+
+
+def _results(problem: QSAProblem) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    shape = (problem.num_rows, problem.num_qo_heads, problem.head_dim)
+    return (("out", shape, problem.query_dtype), ("lse", shape[:2], "float32"))
+
+
+def _heads(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
+    return (
+        ("NUM_QO_HEADS", problem.num_qo_heads),
+        ("NUM_KV_HEADS", problem.num_kv_heads),
+        ("HEAD_DIM", problem.head_dim),
+    )
+
+
+def _pages(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
+    return (
+        ("PAGE_SIZE", problem.page_size),
+        ("PAGES_PER_SEQ", problem.pages_per_seq),
+        ("NUM_PAGES", problem.num_pages),
+    )
+
+
+def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
+    selected = ("NUM_SELECTED", problem.num_selected)
+    blocks = (
+        ("BLOCK_M", max(_power_of_two(problem.group_size), 16)),
+        ("BLOCK_N", tuning.block_tokens),
+    )
+    pairs = problem.num_rows * problem.num_kv_heads
+    single = Launch(
+        kernel="attend:decode",
+        grid=(pairs,),
+        inputs=(*_CACHES, *_LISTS, _gate(gate), *_SCALES),
+        outputs=_results(problem),
+        constants=(*_heads(problem), selected, *_pages(problem), *blocks, ("GATE", gate)),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    count = tuning.splits(problem)
+    if count == 1:
+        return (single,)
+    splits, overlap = ("SPLITS", count), ("OVERLAP", tuning.overlap)
+    states = (problem.num_rows, problem.num_qo_heads, count)
+    shape = (splits, ("TILES", tuning.tiles), *blocks, overlap)
+    split = replace(
+        single,
+        kernel="attend:decode_split",
+        grid=(pairs, count),
+        inputs=(*_CACHES, *_LISTS, "sm_scale", "k_scale"),
+        outputs=(
+            ("partial", (*states, problem.head_dim), "float32"),
+            ("state", (*states, 2), "float32"),
+        ),
+        constants=(*_heads(problem), selected, *_pages(problem), *shape),
+    )
+    merge = Launch(
+        kernel="attend:merge",
+        grid=(problem.num_rows * problem.num_qo_heads, problem.head_dim // tuning.merge_dim),
+        inputs=("partial", "state", _gate(gate), "v_scale"),
+        outputs=_results(problem),
+        constants=(
+            ("HEAD_DIM", problem.head_dim),
+            splits,
+            ("BLOCK_SPLITS", _power_of_two(count)),
+            ("BLOCK_DIM", tuning.merge_dim),
+            ("GATE", gate),
+            overlap,
+        ),
+        num_warps=4,
+        num_stages=1,
+    )
+    return (split, merge)
+
+
+def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
+    if problem.num_pages * problem.page_size >= 2**31:
+        raise NotImplementedError(
+            f"key_cache must have fewer than 2**31 tokens, got {problem.num_pages} pages of "
+            f"{problem.page_size}"
+        )
+    rows = tuning.tile_rows
+    tiles = -(-problem.num_rows // rows)
+    capacity = rows * (problem.topk + 1)
+    selected = ("NUM_SELECTED", problem.num_selected)
+    ratio = ("COMPRESS_RATIO", problem.compress_ratio)
+    tile = (("TILE_ROWS", rows), ("CAPACITY", capacity))
+    join = Launch(
+        kernel="attend_prefill:join_rows",
+        grid=(tiles, problem.num_rows - (tiles - 1) * rows),
+        inputs=_LISTS,
+        outputs=(
+            ("slots", (tiles, capacity), "int32"),
+            ("words", (tiles, capacity), "int32"),
+            ("header", (tiles, 2 * rows + 3), "int32"),
+        ),
+        constants=(
+            selected,
+            ratio,
+            *_pages(problem),
+            *tile,
+            ("TOPK_BITS", problem.topk.bit_length()),
+            ("BLOCK_GROUPS", min(_power_of_two(problem.topk), 512)),
+            ("MAX_UNION", tuning.max_union),
+        ),
+        num_warps=4,
+        num_stages=1,
+    )
+    attend = Launch(
+        kernel="attend_prefill:attend_tiles",
+        grid=(tiles * problem.num_kv_heads,),
+        inputs=(*_CACHES, _gate(gate), *_SCALES, "slots", "words", "header"),
+        outputs=_results(problem),
+        constants=(
+            *_heads(problem),
+            ratio,
+            *tile,
+            ("BLOCK_M", tuning.block_vectors),
+            ("BLOCK_N", tuning.block_tokens),
+            ("GATE", gate),
+        ),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    single = _rows(problem, gate, whole_lists(problem))[0]
+    apart = replace(
+        single,
+        kernel="attend_prefill:attend_rows",
+        grid=(min(tiles * rows * problem.num_kv_heads, _ROW_PROGRAMS),),
+        inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
+        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128)),
+        aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),
+    )
+    return (join, attend, apart)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
