@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ def plan_of(call, q_lens, seq_lens, kernel, sm_count=SM_COUNT):
     on_jax = AttentionInputs(*none, **{n: jnp.asarray(x) for n, x in lengths.items()})
     ops = binding.torch_ops(torch.device("cpu"))
     plan = native.make_plan(call, on_torch, ops, sm_count, kernel)
-    other = native.make_plan(call, on_jax, _launch._OPS, sm_count, kernel)
+    with jax.numpy_rank_promotion("raise"):
+        other = native.make_plan(call, on_jax, _launch._OPS, sm_count, kernel)
     assert plan.dtype == torch.int32
     assert plan.shape == (native.plan_size(call, sm_count, kernel),)
     np.testing.assert_array_equal(plan.numpy(), np.asarray(other))
