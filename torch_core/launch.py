@@ -53,10 +53,10 @@ def attend(
 
 def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> torch.Tensor:
     """The plan of a prefill's kernel on the device of its lengths, empty where it takes none."""
-    return _make_plan(inputs, backend, options)
-
-
-def _plan(inputs: AttentionInputs, backend: str, options: dict[str, Any]) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "plan_prefill must be called outside torch.compile: hand its result to the compiled code"
+        )
     problem, inputs = describe_prefill(inputs, **options)
     lengths = {name: getattr(inputs, name) for name in ("seq_lens", "cu_seqlens_q")}
     require_same_device(**lengths)
@@ -64,14 +64,8 @@ def _plan(inputs: AttentionInputs, backend: str, options: dict[str, Any]) -> tor
     kernel = _kernel(problem, device, backend)
     if not kernel.plans:
         return torch.empty(0, dtype=torch.int32, device=device)
-    ops = binding.torch_ops(device)
-    return dispatch.load(kernel).make_plan(
-        problem, inputs, ops, dispatch.sm_count(device), kernel.name
-    )
-
-
-# A choice of modules, which a graph cannot hold: torch.compile breaks its graph here.
-_make_plan: Any = torch.compiler.disable(_plan)
+    module, ops = dispatch.load(kernel), binding.torch_ops(device)
+    return module.make_plan(problem, inputs, ops, dispatch.sm_count(device), kernel.name)
 
 
 def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> dispatch.Kernel:

@@ -137,7 +137,7 @@ def plan_prefill(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
-        NotImplementedError: no kernel runs such a call.
+        NotImplementedError: no kernel runs such a call, or torch.compile traces this one.
 
     Caller's contract: the plan serves calls with the same lengths, shapes, dtypes and options.
     """

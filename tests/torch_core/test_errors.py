@@ -51,6 +51,11 @@ def constant_in_capture():
         binding._constant(b"", "int32", (0,), torch.device("cuda"))
 
 
+def compiled_plan():
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        torch_core.plan_prefill(*[None] * 6, max_seqlen_q=1)
+
+
 OUT = torch.zeros(4, 4, 16)
 LSE = torch.zeros(4, 4)
 # name, trigger, error, start of the message
@@ -108,6 +113,8 @@ OWN = [
     ("phase", lambda: torch_core.explain(
         "train", num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16),
      ValueError, "phase must be one of 'decode', 'prefill', got 'train'"),
+    ("compiled_plan", compiled_plan, NotImplementedError,
+     "plan_prefill must be called outside torch.compile: hand its result to the compiled code"),
     ("build", test_build.failed_build, RuntimeError,
      "torch_core could not build FlashInfer XQA: /x/prefill.cu(12): error: "),
     ("explain_head_dim", lambda: torch_core.explain(
