@@ -55,7 +55,8 @@ def make_plan(inputs: AttentionInputs, *, backend: str, **options: Any) -> torch
     """The plan of a prefill's kernel on the device of its lengths, empty where it takes none."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "plan_prefill must be called outside torch.compile: hand its result to the compiled code"
+            "plan_prefill must be called outside torch.compile: hand its result to the compiled "
+            "code"
         )
     problem, inputs = describe_prefill(inputs, **options)
     lengths = {name: getattr(inputs, name) for name in ("seq_lens", "cu_seqlens_q")}
