@@ -32,8 +32,9 @@ def gpus() -> tuple[int, ...]:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of JAX's default GPU."""
-    return _device().core_count
+    """Multiprocessors of JAX's default device, 0 without a GPU."""
+    device = _device()
+    return device.core_count if device.platform == "gpu" else 0
 
 
 def environment() -> dispatch.Environment:

@@ -75,10 +75,8 @@ def attend(
     problem, inputs = DESCRIBE[phase](inputs, **options)
     kernel = dispatch.choose(problem, _device.environment(), backend)
     module = dispatch.load(kernel)
-    if kernel.plans:
-        dispatch.require_plan(inputs.plan, problem, _device.multiprocessors(), kernel)
-    else:
-        dispatch.require_plan(inputs.plan, problem, 0, kernel)
+    dispatch.require_plan(inputs.plan, problem, _device.multiprocessors(), kernel)
+    if not kernel.plans:
         inputs = inputs._replace(plan=None)
     scales = {name: getattr(inputs, name) for name in SCALES}
     if hasattr(module, "scales"):

@@ -25,7 +25,6 @@ def supported(phase: str, *, capability: int | None = None, **arguments: Any) ->
 @functools.wraps(torch_core.warmup)
 def warmup(phase: str, **arguments: Any) -> str:
     environment = _device.environment()
-    if not environment.capability:
-        return build(environment, 0, phase, **arguments)
-    _ffi.adapter()
+    if environment.capability:
+        _ffi.adapter()
     return build(environment, _device.multiprocessors(), phase, **arguments)

@@ -7,7 +7,7 @@ from jax.core import Tracer
 from jaxtyping import Int32
 
 from torch_core.qsa import Metadata, Split, describe, plan
-from torch_core.qsa.metadata import host_split
+from torch_core.qsa.metadata import host_split, split_of
 from torch_core.qsa.problem import METADATA
 
 from .. import _launch
@@ -90,13 +90,7 @@ def build_metadata(
     else:
         work = _run.Kernels(way=way, chain=plan.plan_metadata(problem), wanted=METADATA)
     metadata = Metadata(*_run.compute(work, "build_metadata", arrays))
-    return metadata, split or Split(
-        num_decodes=problem.num_decodes,
-        decode_query_len=problem.decode_query_len,
-        num_decode_tokens=problem.num_decode_rows,
-        num_prefills=problem.num_prefills,
-        num_prefill_tokens=problem.num_prefill_rows,
-    )
+    return metadata, split or split_of(problem)
 
 
 def _on_host(array: Any) -> bool:

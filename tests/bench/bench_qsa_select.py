@@ -12,7 +12,6 @@ Needs torch and triton alone: the package's own imports are stepped around.
 import dataclasses
 import functools
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import timing
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,25 +73,7 @@ def run(chain: Chain, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def graph_us(steps: list[Step], per: int, repeats: int = 25) -> float:
     """Median time of `steps` in one CUDA graph, divided by `per`, in us."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for step in steps:
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for step in steps:
-            step()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / per)
-    return statistics.median(times[3:])
+    return timing.graph_us(steps, repeats) * len(steps) / per
 
 
 def report(line: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..launch import require_same_device
 from . import describe, launch, plan
-from .problem import METADATA
+from .problem import METADATA, QSAProblem
 
 
 class Metadata(NamedTuple):
@@ -163,14 +163,18 @@ def build_metadata(
         **arrays, **given, num_decodes=num_decodes, decode_query_len=decode_query_len
     )
     built = launch.run(plan.plan_metadata(problem), arrays)
-    split = Split(
+    return Metadata(*(built[name] for name in METADATA)), split_of(problem)
+
+
+def split_of(problem: QSAProblem) -> Split:
+    """The split of a batch whose lengths are not known here: padding rows count as prefill."""
+    return Split(
         num_decodes=problem.num_decodes,
         decode_query_len=problem.decode_query_len,
         num_decode_tokens=problem.num_decode_rows,
         num_prefills=problem.num_prefills,
         num_prefill_tokens=problem.num_prefill_rows,
     )
-    return Metadata(*(built[name] for name in METADATA)), split
 
 
 def host_split(

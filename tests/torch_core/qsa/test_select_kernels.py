@@ -5,8 +5,6 @@ are common.
 """
 
 import dataclasses
-import importlib
-import sys
 
 import numpy as np
 import pytest
@@ -22,19 +20,6 @@ from torch_core.qsa.plan_select import (
 )
 from torch_core.qsa.problem import QSAProblem
 
-
-def _import_kernels() -> None:
-    """jaxtyping's import hook wraps functions, and Triton then takes their globals from jaxtyping's
-    file: the kernels, which have no annotations to check, are imported without it."""
-    finders = [finder for finder in sys.meta_path if "jaxtyping" in type(finder).__module__]
-    for finder in finders:
-        sys.meta_path.remove(finder)
-    for name in ("score", "topk", "expand"):
-        importlib.import_module(f"torch_core.qsa.kernels.{name}")
-    sys.meta_path[:0] = finders
-
-
-_import_kernels()
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 # Tiles so small that a short test has many of them, and the first search of top-k work to do.
 SMALL = SelectTuning(
@@ -49,28 +34,6 @@ SMALL = SelectTuning(
     prefill_splits=2,
 )
 GARBAGE = {"float32": float("nan"), "int32": -77}
-
-
-@pytest.fixture(autouse=True)
-def _exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter multiplies the bit patterns of bf16."""
-    if torch.cuda.is_available():
-        return
-    from triton.runtime import interpreter
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        a, b = (_float32(handle) for handle in (a, b))
-        return interpreter.TensorHandle(np.matmul(a, b) + d.data, d.dtype.scalar)
-
-    def _float32(handle):
-        import triton.language as tl
-
-        if handle.data.dtype.kind == "f":
-            return handle.data.astype(np.float32)
-        bits = interpreter._convert_float(handle.data, handle.dtype, tl.float32, None)
-        return bits.view(np.float32)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 GUARD = 2048  # elements behind each array
