@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problem import METADATA, CompressProblem, QSAProblem
+from .problem import METADATA, CompressProblem, QSAProblem, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,10 @@ def plan_compress(problem: CompressProblem) -> Chain:
             constants=(
                 ("INDEX_DIM", problem.index_dim),
                 ("ROTARY_DIM", problem.rotary_dim),
-                ("BLOCK_DIM", _power_of_two(problem.index_dim)),
+                ("BLOCK_DIM", power_of_two(problem.index_dim)),
                 ("COMPRESS_RATIO", problem.compress_ratio),
                 ("RING_ROWS", problem.ring_rows),
-                ("BLOCK_RING", _power_of_two(problem.ring_rows)),
+                ("BLOCK_RING", power_of_two(problem.ring_rows)),
                 ("MAX_POSITIONS", problem.max_positions),
                 ("EPS", problem.eps),
                 ("RING_IDS", problem.ring_ids),
@@ -93,7 +93,3 @@ def plan_compress(problem: CompressProblem) -> Chain:
             aliases=(("ring", "new_ring"), ("compressed_cache", "new_compressed_cache")),
         ),
     )
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

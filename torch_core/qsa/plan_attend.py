@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from .plan import Chain, Launch
-from .problem import QSAProblem
+from .problem import QSAProblem, power_of_two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def tiles_tuning(problem: QSAProblem) -> TilesTuning:
     wide = problem.head_dim == 256
     return TilesTuning(
         tile_rows=tile_rows,
-        block_vectors=max(_power_of_two(tile_rows * problem.group_size), 16),
+        block_vectors=max(power_of_two(tile_rows * problem.group_size), 16),
         block_tokens=32 if wide else 64,
         num_warps=4,
         num_stages=2 if wide else 3,
@@ -157,7 +157,7 @@ def _pages(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
 def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     selected = ("NUM_SELECTED", problem.num_selected)
     blocks = (
-        ("BLOCK_M", max(_power_of_two(problem.group_size), 16)),
+        ("BLOCK_M", max(power_of_two(problem.group_size), 16)),
         ("BLOCK_N", tuning.block_tokens),
     )
     pairs = problem.num_rows * problem.num_kv_heads
@@ -195,7 +195,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
         constants=(
             ("HEAD_DIM", problem.head_dim),
             splits,
-            ("BLOCK_SPLITS", _power_of_two(count)),
+            ("BLOCK_SPLITS", power_of_two(count)),
             ("BLOCK_DIM", tuning.merge_dim),
             ("GATE", gate),
             overlap,
@@ -233,7 +233,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
             *_pages(problem),
             *tile,
             ("TOPK_BITS", problem.topk.bit_length()),
-            ("BLOCK_GROUPS", min(_power_of_two(problem.topk), 512)),
+            ("BLOCK_GROUPS", min(power_of_two(problem.topk), 512)),
             ("MAX_UNION", tuning.max_union),
         ),
         num_warps=4,
@@ -265,7 +265,3 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),
     )
     return (join, attend, apart)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

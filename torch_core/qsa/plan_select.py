@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .plan import Chain, Launch
-from .problem import QSAProblem, round_up
+from .problem import QSAProblem, power_of_two, round_up
 
 WORKSPACE_BYTES = 256 * 2**20
 # Elements that a program of the top-k kernel may hold in registers; place_kept counts in 16 bits.
@@ -138,7 +138,7 @@ def plan_expand(problem: QSAProblem) -> Chain:
             outputs=_token_outputs(problem),
             constants=(
                 ("TOPK", problem.topk),
-                ("BLOCK_TOPK", _power_of_two(problem.topk)),
+                ("BLOCK_TOPK", power_of_two(problem.topk)),
                 ("RATIO", problem.compress_ratio),
                 ("BLOCK", _token_block(problem)),
             ),
@@ -149,11 +149,11 @@ def plan_expand(problem: QSAProblem) -> Chain:
 def _sizes(problem: QSAProblem, tuning: SelectTuning) -> _Sizes:
     groups, topk = max(problem.max_groups, 1), problem.topk
     # Room beyond topk ends the searches early.
-    room = 2 * _power_of_two(topk)
+    room = 2 * power_of_two(topk)
     capacity = tuning.capacity or max(room if topk <= 1024 else room // 2, 64)
     # The first two searches then look at about as many keys.
-    chunk = tuning.chunk or min(max(_power_of_two(round((groups / capacity) ** 0.5)), 8), 32)
-    block_chunks = _power_of_two(-(-groups // chunk))
+    chunk = tuning.chunk or min(max(power_of_two(round((groups / capacity) ** 0.5)), 8), 32)
+    block_chunks = power_of_two(-(-groups // chunk))
     if not tuning.capacity:
         capacity = min(capacity, max(block_chunks, 32))
     few = tuning.few or max(room, 256)
@@ -187,8 +187,8 @@ def _score_decode(
     num_requests = num_rows // query_len
     tiles = -(-problem.max_groups // tuning.decode_groups)
     # About 4 programs for each of an H200's 132 processors.
-    splits = tuning.decode_splits or _power_of_two(-(-512 // num_requests))
-    splits = min(splits, _power_of_two(tiles), 256)
+    splits = tuning.decode_splits or power_of_two(-(-512 // num_requests))
+    splits = min(splits, power_of_two(tiles), 256)
     return Launch(
         kernel="score:score_decode",
         grid=(num_requests * splits,),
@@ -198,7 +198,7 @@ def _score_decode(
             *_query_constants(problem),
             ("ROWS", query_len),
             # At least 16 columns in a product, and 4 rows, so that a thread holds all heads.
-            ("BLOCK_ROWS", max(_power_of_two(query_len), 8 // _head_pairs(problem), 4)),
+            ("BLOCK_ROWS", max(power_of_two(query_len), 8 // _head_pairs(problem), 4)),
             *_cache_constants(problem),
             *_score_constants(problem, sizes),
             ("BLOCK_GROUPS", tuning.decode_groups),
@@ -219,7 +219,7 @@ def _score_prefill(
     first: bool,
 ) -> Launch:
     tiles = -(-problem.max_groups // tuning.prefill_groups)
-    splits = min(tuning.prefill_splits, _power_of_two(tiles))
+    splits = min(tuning.prefill_splits, power_of_two(tiles))
     block_rows = _prefill_rows(problem, tuning)
     row_tiles = -(-num_rows // block_rows)
     lacking = row_tiles * block_rows - num_rows
@@ -265,7 +265,7 @@ def _select(
     constants = (
         *_cache_constants(problem),
         ("TOPK", problem.topk),
-        ("BLOCK_TOPK", _power_of_two(problem.topk)),
+        ("BLOCK_TOPK", power_of_two(problem.topk)),
         ("WIDTH", sizes.width),
         ("CHUNK", sizes.chunk),
         ("BLOCK_CHUNKS", sizes.block_chunks),
@@ -322,7 +322,7 @@ def _token_outputs(problem: QSAProblem) -> tuple[tuple[str, tuple[int, ...], str
 
 
 def _head_pairs(problem: QSAProblem) -> int:
-    return _power_of_two(-(-problem.index_heads // 2))
+    return power_of_two(-(-problem.index_heads // 2))
 
 
 def _prefill_rows(problem: QSAProblem, tuning: SelectTuning) -> int:
@@ -335,7 +335,7 @@ def _query_constants(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
         ("HEADS", problem.index_heads),
         ("HEAD_PAIRS", _head_pairs(problem)),
         ("DIM", problem.index_dim),
-        ("BLOCK_DIM", max(16, _power_of_two(problem.index_dim))),
+        ("BLOCK_DIM", max(16, power_of_two(problem.index_dim))),
     )
 
 
@@ -352,8 +352,4 @@ def _score_constants(problem: QSAProblem, sizes: _Sizes) -> tuple[tuple[str, int
 
 
 def _token_block(problem: QSAProblem) -> int:
-    return min(_power_of_two(problem.num_selected), 1024)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (max(value, 1) - 1).bit_length()
+    return min(power_of_two(problem.num_selected), 1024)

@@ -9,6 +9,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def power_of_two(value: int) -> int:
+    """The least one that is not below `value`."""
+    return 1 << (max(value, 1) - 1).bit_length()
+
+
 def ring_rows(compress_ratio: int, num_draft: int) -> int:
     """Rows of a request's ring: drafts then cannot reach the keys of an unfinished group."""
     return round_up(compress_ratio + num_draft, compress_ratio)
