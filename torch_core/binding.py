@@ -109,7 +109,8 @@ def run(
             operands[name] = operand.contiguous()
     launch(binding, tensors | operands)
     if out_scale is not None:
-        out.mul_(out_scale)
+        # In float32: a 0-d tensor would be rounded to out's dtype first.
+        torch.mul(out.float(), out_scale, out=out)
     if lse is not None:
         lse.mul_(binding.lse_unit)
     if binding.sinks_after and lse is not None:

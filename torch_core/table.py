@@ -66,7 +66,11 @@ def _window_within_drafts(problem: DecodeProblem, environment: Environment) -> s
 
 
 def _many_requests(problem: DecodeProblem, environment: Environment) -> str | None:
-    return None if problem.batch < 2**16 else "takes at most 65535 requests"
+    # Requests with drafts go to the kernel as two each.
+    most = 2**16 - 1 if problem.q_len == 1 else 2**15 - 1
+    if problem.batch > most:
+        return f"takes a batch of at most {most}, got {problem.batch}"
+    return None
 
 
 def _window_over_drafts(problem: DecodeProblem, environment: Environment) -> str | None:

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers.models.qwen4_exp import configuration_qwen4_exp, modeling_qwen4_exp
 
 from tests.examples.qsa_server import (
@@ -48,6 +49,8 @@ def skip_on_gpu() -> None:
 
 
 def text_config(hidden_size: int = 24, **sizes):
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip(f"needs transformers 5.24, here is {transformers.__version__}")
     text = configuration_qwen4_exp.Qwen4ExpTextConfig(
         hidden_size=hidden_size, num_hidden_layers=1, layer_types=["indexed_attention"], **sizes
     )

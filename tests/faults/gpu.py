@@ -130,19 +130,26 @@ def check(arguments: dict[str, Any], out: np.ndarray, lse: np.ndarray | None = N
 
 
 def rounded(arguments: dict[str, Any]) -> list[np.ndarray]:
-    """out and lse with every intermediate in bfloat16; under an e4m3 query, as the kernel does,
-    with weights in e4m3."""
+    """out and lse with every intermediate in bfloat16, the query of a native kernel multiplied by
+    what the score scale is beyond head_dim ** -0.5 included; under an e4m3 query, as the kernel
+    does, with weights in e4m3."""
     if arguments["query"].dtype.name == E4M3:
         return e4m3_weights(arguments)
-    results = reference.evaluate(
-        faults.phase_of(arguments), **on_device(arguments), compute_dtype=torch.bfloat16
-    )
+    phase = faults.phase_of(arguments)
+    if phase == "prefill" or arguments.get("return_lse") or arguments.get("soft_cap") is not None:
+        query = arguments["query"]
+        default = query.shape[-1] ** -0.5
+        factor = np.float32(arguments.get("sm_scale", default)) / np.float32(default)
+        factor *= np.float32(arguments.get("k_scale", 1.0))
+        query = (query.astype(np.float32) * factor).astype(query.dtype)
+        arguments = arguments | dict(query=query, sm_scale=default, k_scale=1.0)
+    results = reference.evaluate(phase, **on_device(arguments), compute_dtype=torch.bfloat16)
     return [result.double().cpu().numpy() for result in results]
 
 
 def e4m3_weights(arguments: dict[str, Any]) -> list[np.ndarray]:
-    """A prefill in float32 with its softmax weights, times 448, rounded to e4m3, and its scores cut
-    to 14 bits: no more do Hopper's fp8 tensor cores keep of a sum, and they cut."""
+    """A prefill in float32 with its softmax weights, times 448, rounded to e4m3, and its scores
+    summed as Hopper's fp8 tensor cores do."""
     number = {n: float(arguments.get(n) or 1.0) for n in ("q_scale", "k_scale", "v_scale")}
     query = arguments["query"].astype(np.float32)
     sm_scale = arguments.get("sm_scale")
@@ -166,9 +173,7 @@ def e4m3_weights(arguments: dict[str, Any]) -> list[np.ndarray]:
         key, value = (x[seen].astype(np.float32) for x in (key, value))
         group = query.shape[1] // key.shape[1]
         heads = query[row].reshape(key.shape[1], group, -1)
-        scores = np.einsum("hgd,thd->hgt", heads, key) * scale
-        step = 2.0 ** (np.floor(np.log2(max(np.abs(scores).max(), 1e-30))) - 13)
-        scores = np.trunc(scores / step) * step
+        scores = fp8_sums(heads[:, :, None] * key.swapaxes(0, 1)[:, None]) * scale
         if arguments.get("soft_cap") is not None:
             scores = arguments["soft_cap"] * np.tanh(scores / arguments["soft_cap"])
         top = scores.max(-1, keepdims=True)
@@ -181,6 +186,18 @@ def e4m3_weights(arguments: dict[str, Any]) -> list[np.ndarray]:
         out[row] = result.reshape(out[row].shape)
         lse[row] = (np.log(total) + top).reshape(-1)
     return [out, lse]
+
+
+def fp8_sums(products: np.ndarray) -> np.ndarray:
+    """Sums over the last axis as Hopper's fp8 tensor cores make them: 32 products and the sum so
+    far at a time, each cut to 13 bits below the largest one's leading bit."""
+    total = np.zeros((*products.shape[:-1], 1))
+    for start in range(0, products.shape[-1], 32):
+        terms = np.concatenate([total, products[..., start : start + 32]], -1)
+        largest = np.maximum(np.abs(terms).max(-1, keepdims=True), 1e-30)
+        step = 2.0 ** (np.floor(np.log2(largest)) - 13)
+        total = np.trunc(terms / step).sum(-1, keepdims=True) * step
+    return total[..., 0]
 
 
 def check_visible(

@@ -318,7 +318,7 @@ def test_small_window_over_drafts_leaves_xqa():
 def test_xqa_counts_requests_in_16_bits():
     """Its grid has them on an axis of that size."""
     many = dict(batch=2**16, num_rows=2**16)
-    assert reasons("decode", 90, **many)["xqa"] == "takes at most 65535 requests"
+    assert reasons("decode", 90, **many)["xqa"] == "takes a batch of at most 65535, got 65536"
     assert chosen("decode", 90, **many) == "native_decode"
 
 

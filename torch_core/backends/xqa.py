@@ -52,10 +52,16 @@ def operands(
     return arrays
 
 
+def _pairs(problem: DecodeProblem) -> bool:
+    """Whether each request goes to the kernel as two: see `_draft_operands`."""
+    return problem.q_len > 1 and problem.draft_mask != "packed"
+
+
 def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -> dict[str, Any]:
-    """Lengths and packed mask, with requests shorter than the draft block made safe: upstream
-    would start their block before position 0. They get the length q_len, and their mask is moved
-    to where their tokens are."""
+    """Lengths, prefix sums of query lengths and packed mask, with each request as two: its rows
+    before position 0, over no keys, and the others. Upstream would start a block longer than its
+    request before position 0; for most requests the first of the two has no rows and costs nothing.
+    """
     q_len = problem.q_len
     mask = inputs.draft_mask
     if mask is None:
@@ -63,19 +69,26 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
             np.broadcast_to(np.tri(q_len, dtype=bool), (problem.batch, q_len, q_len))
         )
     lengths = inputs.seq_lens
-    short = (lengths > 0) & (lengths < q_len)
-    missing = (ops.where(lengths < q_len, q_len - lengths, 0 * lengths))[:, None, None]
-    column = ops.constant(np.arange(q_len, dtype=np.int64).reshape(1, 1, q_len)) + missing
-    row = ops.constant(np.arange(q_len, dtype=np.int64).reshape(1, q_len, 1))
-    inside = (column < q_len) & (row >= missing)
-    index = ops.where(column < q_len, column, 0 * column) + 0 * row
-    moved = ops.take(mask, index, 2) & inside
+    missing = ops.where(lengths < q_len, q_len - lengths, 0 * lengths)
+    # Upstream's columns end at the request's last token.
+    row = ops.constant(np.zeros((1, q_len, 1), np.int64))
+    column = ops.constant(np.arange(q_len).reshape(1, 1, q_len)) + row + missing[:, None, None]
+    moved = ops.take(mask, ops.where(column < q_len, column, 0 * column), 2) & (column < q_len)
     words = 2 * math.ceil(q_len / 32)
     weights = np.zeros((q_len, words), np.int32)
     weights[np.arange(q_len), np.arange(q_len) // 16] = 1 << (np.arange(q_len) % 16)
     packed = (ops.cast(moved, "int32")[..., None] * ops.constant(weights)).sum(-2)
+
+    def pair(first: Any, second: Any) -> Any:
+        both = ops.concatenate([first[:, None], second[:, None]], 1)
+        return both.reshape(2 * problem.batch, *first.shape[1:])
+
+    starts = ops.arange(problem.batch) * q_len
+    end = ops.constant(np.array([problem.batch * q_len], np.int32))
     return dict(
-        seq_lens=ops.where(short, 0 * lengths + q_len, lengths),
+        seq_lens=pair(0 * lengths, lengths),
+        page_table=pair(inputs.page_table, inputs.page_table),
+        cu_seqlens_q=ops.concatenate([pair(starts, starts + missing), end]),
         draft_mask=ops.cast(packed, "uint16"),
     )
 
@@ -90,6 +103,7 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
     fast = kernel == "xqa_fp8"
     sequences = problem.batch * problem.num_kv_heads
     splits = max(1, sm_count * _blocks_per_sm(problem, fast) // sequences)
+    sequences *= 2 if _pairs(problem) else 1
     # What makes upstream choose these splits.
     told = math.ceil((splits - 0.3) * sequences / 0.75) if fast else splits * sequences
     # Upper bounds of upstream's tiles: query rows of a sequence go in pieces of 16 to 32.
@@ -121,7 +135,7 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
             Size("seq_lens", 0),
             Scalar("kv_scale"),
             problem.q_len,
-            None,  # prefix sums of ragged draft lengths
+            Operand("cu_seqlens_q") if _pairs(problem) else None,
             Operand("draft_mask") if problem.q_len > 1 else None,
             Operand("semaphores"),
             Operand("scratch"),

@@ -1,0 +1,56 @@
+"""XQA's operands of a decode with drafts, read as upstream's kernel reads them."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.inputs import Case
+from torch_core import binding, problem
+from torch_core.backends import xqa
+
+Q_LEN = 4
+LENGTHS = (3, 0, 17, 4, 1, 30)
+
+
+def operands(mask: str | None) -> tuple[dict, dict]:
+    arguments = Case("drafts", LENGTHS, q_len=Q_LEN, draft_mask=mask, page_size=8).make()
+    tensors = {
+        name: torch.from_numpy(arguments[name])
+        for name in problem.AttentionInputs._fields
+        if isinstance(arguments.get(name), np.ndarray)
+    }
+    described, inputs = problem.describe_decode(problem.AttentionInputs(**tensors), q_len=Q_LEN)
+    ops = binding.torch_ops(torch.device("cpu"))
+    made = xqa.operands(described, inputs, {}, ops, 132, "xqa")
+    return arguments, {name: x.numpy() for name, x in made.items() if isinstance(x, torch.Tensor)}
+
+
+@pytest.mark.parametrize("mask", [None, "bool"])
+def test_each_row_sees_its_keys_and_nothing_past_the_length(mask):
+    """A request shorter than the block too: its first rows belong to a request without keys, as
+    nothing says that the slots past its length hold numbers."""
+    arguments, made = operands(mask)
+    draft_mask = arguments.get("draft_mask")
+    if draft_mask is None:
+        draft_mask = np.broadcast_to(np.tri(Q_LEN, dtype=bool), (len(LENGTHS), Q_LEN, Q_LEN))
+    ends, lengths = made["cu_seqlens_q"], made["seq_lens"]
+    words = made["draft_mask"].astype(int).reshape(-1, 2)
+    rows = []
+    for request, (first, last) in enumerate(itertools.pairwise(ends)):
+        length, count = lengths[request], last - first
+        assert length == 0 or length >= count  # upstream counts from length - count, unsigned
+        assert (made["page_table"][request] == arguments["page_table"][request // 2]).all()
+        for row in range(first, last):
+            bits = [words[row][column // 16] >> column % 16 & 1 for column in range(count)]
+            drafts = [length - count + column for column in range(count) if bits[column]]
+            seen = [] if length == 0 else [*range(length - count), *drafts]
+            rows.append((row, request // 2, seen))
+    expected = []
+    for row in range(len(LENGTHS) * Q_LEN):
+        request, draft = divmod(row, Q_LEN)
+        start = LENGTHS[request] - Q_LEN
+        seen = [*range(start), *(start + c for c in range(Q_LEN) if draft_mask[request][draft][c])]
+        expected.append((row, request, [key for key in seen if key >= 0 <= start + draft]))
+    assert rows == expected
