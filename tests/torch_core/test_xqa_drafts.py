@@ -10,33 +10,33 @@ from tests.inputs import Case
 from torch_core import binding, problem
 from torch_core.backends import xqa
 
-Q_LEN = 4
 LENGTHS = (3, 0, 17, 4, 1, 30)
 
 
-def operands(mask: str | None) -> tuple[dict, dict]:
-    arguments = Case("drafts", LENGTHS, q_len=Q_LEN, draft_mask=mask, page_size=8).make()
+def operands(q_len: int, mask: str | None) -> tuple[dict, dict]:
+    arguments = Case("drafts", LENGTHS, q_len=q_len, draft_mask=mask, page_size=8).make()
     tensors = {
         name: torch.from_numpy(arguments[name])
         for name in problem.AttentionInputs._fields
         if isinstance(arguments.get(name), np.ndarray)
     }
-    described, inputs = problem.describe_decode(problem.AttentionInputs(**tensors), q_len=Q_LEN)
+    described, inputs = problem.describe_decode(problem.AttentionInputs(**tensors), q_len=q_len)
     ops = binding.torch_ops(torch.device("cpu"))
     made = xqa.operands(described, inputs, {}, ops, 132, "xqa")
     return arguments, {name: x.numpy() for name, x in made.items() if isinstance(x, torch.Tensor)}
 
 
 @pytest.mark.parametrize("mask", [None, "bool"])
-def test_each_row_sees_its_keys_and_nothing_past_the_length(mask):
+@pytest.mark.parametrize("q_len", [4, 40])
+def test_each_row_sees_its_keys_and_nothing_past_the_length(q_len, mask):
     """A request shorter than the block too: its first rows belong to a request without keys, as
     nothing says that the slots past its length hold numbers."""
-    arguments, made = operands(mask)
+    arguments, made = operands(q_len, mask)
     draft_mask = arguments.get("draft_mask")
     if draft_mask is None:
-        draft_mask = np.broadcast_to(np.tri(Q_LEN, dtype=bool), (len(LENGTHS), Q_LEN, Q_LEN))
+        draft_mask = np.broadcast_to(np.tri(q_len, dtype=bool), (len(LENGTHS), q_len, q_len))
     ends, lengths = made["cu_seqlens_q"], made["seq_lens"]
-    words = made["draft_mask"].astype(int).reshape(-1, 2)
+    words = made["draft_mask"].astype(int).reshape(len(LENGTHS) * q_len, -1)
     rows = []
     for request, (first, last) in enumerate(itertools.pairwise(ends)):
         length, count = lengths[request], last - first
@@ -48,9 +48,9 @@ def test_each_row_sees_its_keys_and_nothing_past_the_length(mask):
             seen = [] if length == 0 else [*range(length - count), *drafts]
             rows.append((row, request // 2, seen))
     expected = []
-    for row in range(len(LENGTHS) * Q_LEN):
-        request, draft = divmod(row, Q_LEN)
-        start = LENGTHS[request] - Q_LEN
-        seen = [*range(start), *(start + c for c in range(Q_LEN) if draft_mask[request][draft][c])]
+    for row in range(len(LENGTHS) * q_len):
+        request, draft = divmod(row, q_len)
+        start = LENGTHS[request] - q_len
+        seen = [*range(start), *(start + c for c in range(q_len) if draft_mask[request][draft][c])]
         expected.append((row, request, [key for key in seen if key >= 0 <= start + draft]))
     assert rows == expected

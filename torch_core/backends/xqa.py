@@ -62,33 +62,31 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
     before position 0, over no keys, and the others. Upstream would start a block longer than its
     request before position 0; for most requests the first of the two has no rows and costs nothing.
     """
-    q_len = problem.q_len
-    mask = inputs.draft_mask
-    if mask is None:
-        mask = ops.constant(
-            np.broadcast_to(np.tri(q_len, dtype=bool), (problem.batch, q_len, q_len))
-        )
+    batch, q_len = problem.batch, problem.q_len
+    words = np.arange(2 * math.ceil(q_len / 32), dtype=np.int32)
     lengths = inputs.seq_lens
-    missing = ops.where(lengths < q_len, q_len - lengths, 0 * lengths)
-    # Upstream's columns end at the request's last token.
-    row = ops.constant(np.zeros((1, q_len, 1), np.int64))
-    column = ops.constant(np.arange(q_len).reshape(1, 1, q_len)) + row + missing[:, None, None]
-    moved = ops.take(mask, ops.where(column < q_len, column, 0 * column), 2) & (column < q_len)
-    words = 2 * math.ceil(q_len / 32)
-    weights = np.zeros((q_len, words), np.int32)
-    weights[np.arange(q_len), np.arange(q_len) // 16] = 1 << (np.arange(q_len) % 16)
-    packed = (ops.cast(moved, "int32")[..., None] * ops.constant(weights)).sum(-2)
-
-    def pair(first: Any, second: Any) -> Any:
-        both = ops.concatenate([first[:, None], second[:, None]], 1)
-        return both.reshape(2 * problem.batch, *first.shape[1:])
-
-    starts = ops.arange(problem.batch) * q_len
-    end = ops.constant(np.array([problem.batch * q_len], np.int32))
+    missing = (q_len - lengths).clip(0)
+    if inputs.draft_mask is None:
+        # Row i sees i + 1 tokens of its block, less those that are missing.
+        seen = np.arange(1, q_len + 1, dtype=np.int32)[None, :, None] - 16 * words
+        seen = (ops.constant(seen) - missing[:, None, None]).clip(0, 16)
+        packed = (1 << seen) - 1
+    else:
+        # Upstream's columns end at the request's last token.
+        column = np.broadcast_to(np.arange(q_len), (1, q_len, q_len))
+        column = ops.constant(column) + missing[:, None, None]
+        mask = ops.take(inputs.draft_mask, column.clip(0, q_len - 1), 2) & (column < q_len)
+        weights = np.zeros((q_len, len(words)), np.int32)
+        weights[np.arange(q_len), np.arange(q_len) // 16] = 1 << (np.arange(q_len) % 16)
+        packed = (ops.cast(mask, "int32")[..., None] * ops.constant(weights)).sum(-2)
+    ends = np.arange(2 * batch + 1, dtype=np.int32) // 2 * q_len
+    second = ops.constant(np.array([0, 1], np.int32))
+    moved = (missing[:, None] * second).reshape(-1)
+    table = ops.concatenate([inputs.page_table[:, None]] * 2, 1)
     return dict(
-        seq_lens=pair(0 * lengths, lengths),
-        page_table=pair(inputs.page_table, inputs.page_table),
-        cu_seqlens_q=ops.concatenate([pair(starts, starts + missing), end]),
+        seq_lens=(lengths[:, None] * second).reshape(-1),
+        page_table=table.reshape(2 * batch, -1),
+        cu_seqlens_q=ops.constant(ends) + ops.concatenate([moved, 0 * moved[:1]]),
         draft_mask=ops.cast(packed, "uint16"),
     )
 

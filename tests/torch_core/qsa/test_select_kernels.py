@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_core.qsa.launch import load
+from torch_core.qsa.launch import load, run
 from torch_core.qsa.plan import Chain
 from torch_core.qsa.plan_select import (
     SelectTuning,
@@ -608,6 +608,6 @@ def test_peak_memory():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    selected = launch(plan_select(problem, budget), arrays)["selected"]
+    selected = run(plan_select(problem, budget), arrays)["selected"]
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= budget + selected.numel() * 4 + 2**20
