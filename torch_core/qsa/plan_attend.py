@@ -45,8 +45,8 @@ _MAX_TILE_ROWS = 16
 
 
 # Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, tiles of 64 | 32 tokens,
-# as many a program: 1 row 7.1 | 8.1, 8 rows 17.5 | 18.5, 32 rows 45.9 | 46.7, all with overlap;
-# tiles of 32 without: 7.8, 17.3, 44.2. 128 rows, whole lists: 138.6 | 156.5.
+# as many a program: 1 row 8.2 | 7.8, 8 rows 18.1 | 17.3, 32 rows 45.0 | 44.2; with overlap no less.
+# 128 rows, whole lists: 138.6 | 156.5.
 # Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
 # entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 3114 for
 # 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%.
@@ -57,7 +57,7 @@ def rows_tuning(problem: QSAProblem) -> RowsTuning:
     of rows compiles nothing. The tail, a few tokens, gets programs of its own past these: one more
     tile in a program of the others would take as long as a whole one."""
     pairs = max(problem.num_rows * problem.num_kv_heads, 1)
-    block_tokens = _row_tokens(problem)
+    block_tokens = 32 if problem.head_dim == 256 else 64
     whole = max(-(-problem.budget // block_tokens), 1)
     tiles = 1
     while tiles < whole and -(-whole // tiles) > min(max(_PROGRAMS // pairs, 1), _MAX_SPLITS):
@@ -65,20 +65,21 @@ def rows_tuning(problem: QSAProblem) -> RowsTuning:
     if tiles >= whole:
         return whole_lists(problem)
     few = problem.num_rows * problem.num_qo_heads < 132
-    large = problem.head_dim == 256 and block_tokens == 64
     return RowsTuning(
         block_tokens=block_tokens,
         tiles=tiles,
         num_warps=4,
-        num_stages=2 if tiles == 1 or large else 3,
+        num_stages=2 if tiles == 1 else 3,
         merge_dim=min(problem.head_dim, 64 if few else 256),
     )
 
 
 def whole_lists(problem: QSAProblem) -> RowsTuning:
     """One program for each row and KV head."""
-    block_tokens = _row_tokens(problem)
-    large = problem.head_dim == 256 and block_tokens == 64
+    # Keys and values of 8 bits take registers to be widened: those of 64 tokens would not fit.
+    small = problem.head_dim == 256 and problem.kv_dtype.startswith("float8")
+    block_tokens = 32 if small else 64
+    large = problem.head_dim == 256 and not small
     return RowsTuning(
         block_tokens=block_tokens,
         tiles=-(-problem.num_selected // block_tokens),
@@ -86,11 +87,6 @@ def whole_lists(problem: QSAProblem) -> RowsTuning:
         num_stages=2 if large else 3,
         merge_dim=problem.head_dim,
     )
-
-
-def _row_tokens(problem: QSAProblem) -> int:
-    """Keys and values of 8 bits take registers to be widened: those of 64 tokens would not fit."""
-    return 32 if problem.head_dim == 256 and problem.kv_dtype.startswith("float8") else 64
 
 
 def tiles_tuning(problem: QSAProblem) -> TilesTuning:

@@ -24,10 +24,10 @@ class SelectTuning:
     bins: int = 64
     decode_topk_warps: int | None = None
     prefill_topk_warps: int | None = None
-    decode_groups: int = 128  # keys of one tile
+    decode_groups: int | None = None  # keys of one tile
     decode_splits: int | None = None  # programs of one request
     decode_warps: int = 4
-    decode_stages: int = 3
+    decode_stages: int | None = None
     prefill_rows: int | None = None  # rows of one tile
     prefill_groups: int = 128
     prefill_splits: int = 16  # programs of one tile of rows
@@ -88,11 +88,11 @@ def plan_select(
 def _launches(
     problem: QSAProblem, workspace_bytes: int, tokens: bool, tuning: SelectTuning
 ) -> Iterator[Launch]:
-    sizes = _sizes(problem, tuning)
     # Up to topk groups, all are kept and nothing is scored.
     scored = problem.max_groups > problem.topk
-    row_bytes = sizes.row_bytes if scored else 4
     first = True
+    sizes = _sizes(problem, tuning, problem.num_decodes > 0)
+    row_bytes = sizes.row_bytes if scored else 4
     if problem.num_decodes:
         rows = problem.num_decode_rows
         query_len = problem.decode_query_len
@@ -113,9 +113,10 @@ def _launches(
         if first:  # no row at all: only the outputs
             yield _select(problem, sizes, tuning, 0, tokens, False, first, False)
         return
+    sizes = _sizes(problem, tuning, False)
     step = chunk_rows(
         rows,
-        row_bytes,
+        sizes.row_bytes if scored else 4,
         workspace_bytes,
         multiple=_prefill_rows(problem, tuning),
         alone=first,
@@ -146,11 +147,11 @@ def plan_expand(problem: QSAProblem) -> Chain:
     )
 
 
-def _sizes(problem: QSAProblem, tuning: SelectTuning) -> _Sizes:
+def _sizes(problem: QSAProblem, tuning: SelectTuning, decode: bool) -> _Sizes:
     groups, topk = max(problem.max_groups, 1), problem.topk
-    # Room beyond topk ends the searches early.
+    # Room beyond topk ends the searches early; many rows gain more from fewer scores to look at.
     room = 2 * power_of_two(topk)
-    capacity = tuning.capacity or max(room if topk <= 1024 else room // 2, 64)
+    capacity = tuning.capacity or max(room if decode and topk <= 1024 else room // 2, 64)
     # The first two searches then look at about as many keys.
     chunk = tuning.chunk or min(max(power_of_two(round((groups / capacity) ** 0.5)), 8), 32)
     block_chunks = power_of_two(-(-groups // chunk))
@@ -185,9 +186,13 @@ def _score_decode(
 ) -> Launch:
     query_len = problem.decode_query_len
     num_requests = num_rows // query_len
-    tiles = -(-problem.max_groups // tuning.decode_groups)
-    # About 4 programs for each of an H200's 132 processors.
-    splits = tuning.decode_splits or power_of_two(-(-512 // num_requests))
+    # Programs for each of an H200's 132 processors: up to 6 of small tiles at once, of which each
+    # has its share of the keys; of few requests about 2, whose tiles are all there is.
+    few = num_requests < 4
+    groups = tuning.decode_groups or (128 if few else 64)
+    stages = tuning.decode_stages or (3 if few else 2)
+    tiles = -(-problem.max_groups // groups)
+    splits = tuning.decode_splits or (256 if few else 3 * power_of_two(-(-256 // num_requests)))
     splits = min(splits, power_of_two(tiles), 256)
     return Launch(
         kernel="score:score_decode",
@@ -201,13 +206,13 @@ def _score_decode(
             ("BLOCK_ROWS", max(power_of_two(query_len), 8 // _head_pairs(problem), 4)),
             *_cache_constants(problem),
             *_score_constants(problem, sizes),
-            ("BLOCK_GROUPS", tuning.decode_groups),
+            ("BLOCK_GROUPS", groups),
             ("SPLITS", splits),
-            ("STAGES", tuning.decode_stages),
+            ("STAGES", stages),
             ("HAS_START", not first),
         ),
         num_warps=tuning.decode_warps,
-        num_stages=tuning.decode_stages,
+        num_stages=stages,
     )
 
 
