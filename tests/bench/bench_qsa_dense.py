@@ -1,5 +1,5 @@
-"""A QSA decode step on a GPU, from metadata to the gated output, beside dense attention (XQA) on the
-same caches, and the memory that the step allocates.
+"""A QSA decode step on a GPU, metadata to gated output, beside dense attention (XQA) on the same
+caches, and the memory that the step allocates.
 
     python tests/bench/bench_qsa_dense.py
 

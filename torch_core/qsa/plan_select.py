@@ -186,13 +186,13 @@ def _score_decode(
 ) -> Launch:
     query_len = problem.decode_query_len
     num_requests = num_rows // query_len
-    # Programs for each of an H200's 132 processors: up to 6 of small tiles at once, of which each
-    # has its share of the keys; of few requests about 2, whose tiles are all there is.
-    few = num_requests < 4
-    groups = tuning.decode_groups or (128 if few else 64)
-    stages = tuning.decode_stages or (3 if few else 2)
+    # Small tiles, up to 6 programs on each of an H200's 132 processors, and twice as many programs,
+    # for requests of other lengths; of one request large ones, one for each program.
+    one = num_requests == 1
+    groups = tuning.decode_groups or (128 if one else 64)
+    stages = tuning.decode_stages or (3 if one else 2)
     tiles = -(-problem.max_groups // groups)
-    splits = tuning.decode_splits or (256 if few else 3 * power_of_two(-(-256 // num_requests)))
+    splits = tuning.decode_splits or 3 * power_of_two(-(-512 // num_requests))
     splits = min(splits, power_of_two(tiles), 256)
     return Launch(
         kernel="score:score_decode",

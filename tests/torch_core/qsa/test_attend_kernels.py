@@ -459,7 +459,7 @@ def test_tuning_follows_classes() -> None:
     base = make([[100]], num_kv_heads=2, topk=512, head_dim=256).problem
     problems = [replace(base, num_rows=rows) for rows in range(1, 300)]
     splits = [rows_tuning(problem).splits(problem) for problem in problems]
-    assert sorted(set(splits)) == [1, 3, 5, 9, 17, 33]
+    assert sorted(set(splits)) == [1, 3, 5, 9, 17, 33, 65]
     assert splits == sorted(splits, reverse=True)
     prefill = [replace(base, num_rows=rows) for rows in (1000, 1001)]
     constants = [[r.constants for r in plan_attend(p, gate=False)] for p in prefill]

@@ -9,47 +9,32 @@ import triton.language as tl
 
 from .attend import attend_row, slot_of, softmax_update, store_lse, store_out
 
-# Rows that are searched side by side: their loads wait for memory together.
-ROWS_AT_ONCE: tl.constexpr = tl.constexpr(4)
-
 
 @triton.jit
-def find_in_rows(
+def find_in_row(
     token_indices_ptr,
     counts_ptr,
-    first_row,
-    end_row,
+    row,
     wanted,
     mask,
     NUM_SELECTED: tl.constexpr,
     COMPRESS_RATIO: tl.constexpr,
     TOPK_BITS: tl.constexpr,
 ):
-    """Of ROWS_AT_ONCE rows, none from end_row on: whether each of `wanted` (first tokens of groups)
-    is among the row's ascending groups, and how many of these are smaller."""
-    groups = ()
-    below = ()
-    for k in tl.static_range(ROWS_AT_ONCE):
-        row = first_row + k
-        count = tl.load(counts_ptr + row, mask=row < end_row, other=0)
-        groups += (tl.minimum(tl.maximum(count, 0), NUM_SELECTED) // COMPRESS_RATIO,)
-        below += (tl.zeros_like(wanted),)
+    """Whether each of `wanted` (first tokens of groups) is among the row's ascending groups, and
+    how many of these are smaller."""
+    tokens_ptr = token_indices_ptr + row * NUM_SELECTED
+    count = tl.minimum(tl.maximum(tl.load(counts_ptr + row), 0), NUM_SELECTED)
+    groups = count // COMPRESS_RATIO
+    below = tl.zeros_like(wanted)
     for bit in tl.static_range(TOPK_BITS):
-        nearer = ()
-        for k in tl.static_range(ROWS_AT_ONCE):
-            tokens_ptr = token_indices_ptr + (first_row + k) * NUM_SELECTED
-            probe = below[k] + (1 << (TOPK_BITS - 1 - bit))
-            inside = mask & (probe <= groups[k])
-            first = tl.load(tokens_ptr + (probe - 1) * COMPRESS_RATIO, mask=inside, other=0)
-            nearer += (tl.where(inside & (first < wanted), probe, below[k]),)
-        below = nearer
-    found = ()
-    for k in tl.static_range(ROWS_AT_ONCE):
-        tokens_ptr = token_indices_ptr + (first_row + k) * NUM_SELECTED
-        inside = mask & (below[k] < groups[k])
-        first = tl.load(tokens_ptr + below[k] * COMPRESS_RATIO, mask=inside, other=0)
-        found += (inside & (first == wanted),)
-    return found, below
+        probe = below + (1 << (TOPK_BITS - 1 - bit))
+        inside = mask & (probe <= groups)
+        first = tl.load(tokens_ptr + (probe - 1) * COMPRESS_RATIO, mask=inside, other=0)
+        below = tl.where(inside & (first < wanted), probe, below)
+    inside = mask & (below < groups)
+    first = tl.load(tokens_ptr + below * COMPRESS_RATIO, mask=inside, other=0)
+    return inside & (first == wanted), below
 
 
 @triton.jit
@@ -139,14 +124,13 @@ def join_rows(
                 word = tl.zeros_like(first) + ((1 << a) | (COMPRESS_RATIO << 16))
                 mark = tl.load(slots_ptr + a * MARKS + group, mask=present, other=1)
                 fresh = present & (slot >= 0) & (mark == 0)
-                for b in range(a + 1, run_end, ROWS_AT_ONCE):
-                    found, rank = find_in_rows(
-                        token_indices_ptr, counts_ptr, first_row + b, first_row + run_end, first,
-                        fresh, NUM_SELECTED, COMPRESS_RATIO, TOPK_BITS,
+                for b in range(a + 1, run_end):
+                    found, rank = find_in_row(
+                        token_indices_ptr, counts_ptr, first_row + b, first, fresh, NUM_SELECTED,
+                        COMPRESS_RATIO, TOPK_BITS,
                     )  # fmt: skip
-                    for k in tl.static_range(ROWS_AT_ONCE):
-                        word = word | (found[k].to(tl.int32) << (b + k))
-                        tl.store(slots_ptr + (b + k) * MARKS + rank[k], word, mask=found[k])
+                    word = word | (found.to(tl.int32) << b)
+                    tl.store(slots_ptr + b * MARKS + rank, word, mask=found)
                 place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
                 tl.store(slots_ptr + place, slot.to(tl.int32), mask=fresh)
                 tl.store(words_ptr + place, word, mask=fresh)
