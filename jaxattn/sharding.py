@@ -94,8 +94,8 @@ def partitioned(
     def whole(*values: Any) -> tuple[Array, ...]:
         return compute(dict(zip(names, values, strict=True)), None)
 
-    context = jax.sharding.get_abstract_mesh()
-    manual = not context.empty and set(context.axis_types) == {AxisType.Manual}
+    # Inside shard_map arrays are shards already; axes that it leaves to the partitioner are not used.
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     if manual or _device.count() == 1 or not all(map(np.size, values)):
         return whole(*values)
     call = _Call(name, compute, split, names)
@@ -104,12 +104,7 @@ def partitioned(
         return call.in_shard_map(mesh, values)
     # A jit of its own keeps constants out of the function, which must have none.
     function = custom_partitioning(jax.jit(whole))
-    shapes = [np.shape(value) for value in values]
-    function.def_partition(
-        call.partition,
-        sharding_rule=lambda mesh, *_: call.rule(mesh, shapes),
-        decode_shardings=False,
-    )
+    function.def_partition(call.partition, sharding_rule=call.rule, decode_shardings=False)
     return function(*values)
 
 
@@ -160,19 +155,20 @@ class _Call:
             local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )(*placed)
 
-    def rule(self, mesh: Mesh, shapes: list[tuple[int, ...]]) -> tuple[str, dict[str, int]]:
-        """Which axes belong together, for Shardy's propagation."""
-        by_name = dict(zip(self.names, shapes, strict=True))
-        extents = _extents(self.split, by_name)
+    def rule(self, mesh: Mesh, operands: list, results: list) -> tuple[str, dict[str, int]]:
+        """Which axes belong together, for Shardy's propagation; of arrays by their MLIR types."""
+        types: dict[Name, Any] = dict(zip(self.names, operands, strict=True))
+        types |= dict(enumerate(results))
+        shapes: dict[Name, tuple[int, ...]] = {name: tuple(x.shape) for name, x in types.items()}
+        extents = _extents(self.split, shapes)
         linked = "kv_heads" in extents and _aligned(extents["kv_heads"], tuple(mesh.shape.values()))
         fresh = itertools.count()
         sizes: dict[str, int] = {}
 
-        def factor(label: str | None, size: int | None) -> str:
+        def factor(label: str | None, size: int) -> str:
             if label is None:
                 return f"u{next(fresh)}"
             whole = "kv_heads" if label == "qo_heads" and linked else label
-            size = size or extents[label]
             if (times := size // extents[whole]) == 1:
                 return whole
             inner = "group" if label == "qo_heads" else "repeat"
@@ -181,18 +177,12 @@ class _Call:
             sizes[inner] = times
             return f"({whole} {inner})"
 
-        def spell(name: Name, shape: tuple[int | None, ...]) -> str:
-            labels = self.split.of(name, len(shape))
-            return " ".join(itertools.starmap(factor, zip(labels, shape, strict=True)))
-
-        operands = [spell(name, shape) for name, shape in by_name.items()]
-        first = next(iter(by_name.values()))
-        results = []
-        for at, labels in enumerate(self.split.results):
-            # Rows of a result are those of the first operand.
-            shape = [first[0] if label == "rows" else None for label in labels]
-            results.append(spell(at, tuple(shape)))
-        return f"{', '.join(operands)} -> {', '.join(results)}", sizes
+        spelled = [
+            " ".join(itertools.starmap(factor, zip(self.split.of(name, len(x)), x, strict=True)))
+            for name, x in shapes.items()
+        ]
+        count = len(self.names)
+        return f"{', '.join(spelled[:count])} -> {', '.join(spelled[count:])}", sizes
 
     def _local(self, axes: dict[str, Axes], sizes: dict[str, int]) -> Callable:
         shard = Shard(axes, sizes)
@@ -288,13 +278,15 @@ def _extents(split: Split, shapes: dict) -> dict[str, int]:
 
 
 def _aligned(heads: int, sizes: tuple[int, ...]) -> bool:
-    """Whether no order of the mesh's axes makes one of them split both KV heads and groups: Shardy
+    """Whether no axis of the mesh, in any order, would split both KV heads and their groups: Shardy
     would cut such an axis in two."""
-    orders = itertools.permutations(sizes)
-    products = (itertools.accumulate(order, int.__mul__) for order in orders)
-    return all(heads % each == 0 or each % heads == 0 for order in products for each in order) and (
-        heads == 1 or all(heads % size == 0 for size in sizes)
-    )
+    for order in itertools.permutations(sizes):
+        parts = 1
+        for size in order:
+            if parts < heads and heads % (parts * size):
+                return False
+            parts *= size
+    return heads > 1
 
 
 def _spelled(axes: tuple[Axes, ...]) -> str:
