@@ -32,6 +32,7 @@ from . import _device
 Axes = tuple[str, ...]
 Labels = tuple[str | None, ...]  # what each axis of an array is
 Name = str | int  # of an operand, place of a result
+Shapes = dict[Name, tuple[int, ...]]
 CACHES = ("key_cache", "value_cache")
 KEPT = (*CACHES, "compressed_cache", "ring")  # are never moved between devices
 UNKNOWN = ("?",)  # no whole axes of the mesh
@@ -94,7 +95,7 @@ def partitioned(
     def whole(*values: Any) -> tuple[Array, ...]:
         return compute(dict(zip(names, values, strict=True)), None)
 
-    # Inside shard_map arrays are shards already; axes that it leaves to the partitioner are not used.
+    # Inside shard_map arrays are shards already. Axes that it leaves automatic are not used.
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     if manual or _device.count() == 1 or not all(map(np.size, values)):
         return whole(*values)
@@ -140,7 +141,7 @@ class _Call:
             )
             for name, x in arrays.items()
         }
-        shapes: dict[Name, tuple[int, ...]] = {name: np.shape(x) for name, x in arrays.items()}
+        shapes: Shapes = {name: np.shape(x) for name, x in arrays.items()}
         axes = self._resolve(dict(mesh.shape), shapes, found)
         in_specs = tuple(self._spec(name, np.ndim(x), axes) for name, x in arrays.items())
         out_specs = tuple(
@@ -159,7 +160,7 @@ class _Call:
         """Which axes belong together, for Shardy's propagation; of arrays by their MLIR types."""
         types: dict[Name, Any] = dict(zip(self.names, operands, strict=True))
         types |= dict(enumerate(results))
-        shapes: dict[Name, tuple[int, ...]] = {name: tuple(x.shape) for name, x in types.items()}
+        shapes: Shapes = {name: tuple(x.shape) for name, x in types.items()}
         extents = _extents(self.split, shapes)
         linked = "kv_heads" in extents and _aligned(extents["kv_heads"], tuple(mesh.shape.values()))
         fresh = itertools.count()
@@ -195,7 +196,7 @@ class _Call:
     def _resolve(
         self,
         sizes: dict[str, int],
-        shapes: dict[Name, tuple[int, ...]],
+        shapes: Shapes,
         found: dict[Name, tuple[Axes, ...]],
     ) -> dict[str, Axes]:
         """The axes of the mesh that split each label."""
@@ -267,7 +268,7 @@ def packed_pages(page_table: Array, seq_lens: Array, page_size: int) -> tuple[Ar
     return packed, jnp.where(own, tokens, 0).sum(1, dtype=jnp.int32)
 
 
-def _extents(split: Split, shapes: dict) -> dict[str, int]:
+def _extents(split: Split, shapes: Shapes) -> dict[str, int]:
     """The size of each label: that of requests is the least, where others have rows for each."""
     extents: dict[str, int] = {}
     for name, shape in shapes.items():

@@ -6,6 +6,9 @@ each other where many runs are in flight.
 
 import functools
 import re
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -413,3 +416,73 @@ SPLITS = [(8, (2, 4), True), (2, (8,), False), (4, (2, 4), False), (1, (8,), Fal
 @pytest.mark.parametrize("heads, sizes, expected", SPLITS)
 def test_heads_and_queries_are_linked_where_no_axis_is_cut(heads, sizes, expected):
     assert sharding._aligned(heads, sizes) is expected
+
+
+PROCESS = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+process, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+import jaxattn
+from tests import compare, faults, kv_model
+from tests.jaxattn.test_sharding import EIGHT, over_heads, over_pages, whole_pages
+
+mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def placed(arrays, specs):
+    shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in arrays}
+    return {
+        name: jax.make_array_from_callback(x.shape, shardings[name], np.asarray(x).__getitem__)
+        for name, x in arrays.items()
+    }
+
+
+def fetched(array):
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(array)
+    return np.asarray(whole.addressable_data(0))
+
+
+for case, specs in ((EIGHT, over_heads("x")), (whole_pages(EIGHT, 4), over_pages("x"))):
+    arguments = case.make()
+    arrays, static = faults.jax_arrays(arguments)
+    given = placed(arrays, specs)
+    call = jax.jit(lambda a: jaxattn.decode(**a, **static, return_lse=True))
+    compare.check_attention(arguments, *map(fetched, call(given)))
+arguments = kv_model.Append("", num_kv_heads=8).make()
+arrays, static = faults.jax_arrays(arguments)
+rows = P(None, "x")
+given = placed(arrays, over_heads("x") | dict(key=rows, value=rows))
+for cache, expected in zip(jaxattn.append_kv(**given, **static), kv_model.append(arguments)):
+    assert np.array_equal(fetched(cache), expected)
+print("done")
+"""
+
+
+def test_two_processes():
+    """jax.distributed: four devices in two processes, over KV heads and over pages."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    root = faults.__file__.rsplit("/tests/", 1)[0]
+    command = [sys.executable, "-c", PROCESS]
+    processes = [
+        subprocess.Popen([*command, str(at), str(port)], cwd=root, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for at in range(2)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=120)
+            assert output.endswith("done\n"), errors
+    finally:
+        for process in processes:
+            process.kill()
