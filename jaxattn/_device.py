@@ -25,6 +25,11 @@ def _capability(device: Any) -> int:
     return major * 10 + minor
 
 
+def count() -> int:
+    """Devices of JAX's default platform, those of other processes included."""
+    return jax.device_count(_device().client.platform)
+
+
 def gpus() -> tuple[int, ...]:
     """Ordinals of this process's GPUs, as CUDA and torch count them."""
     devices = jax.local_devices(backend=_device().client.platform)

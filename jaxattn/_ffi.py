@@ -21,7 +21,10 @@ import tvm_ffi
 import tvm_ffi.cpp
 
 import torch_core.binding
+from torch_core import build
 from torch_core.binding import Binding, Operand, Part, Scalar, Size
+
+from . import _device
 
 # The handler table of jax-tvm-ffi holds this many entries for the whole process.
 MAX_TARGETS = 1024
@@ -144,7 +147,8 @@ def _adapted(binding: Binding, order: list[str]) -> tvm_ffi.Function:
             spec += [*constant(1.0), 1, order.index(argument.name), 0, 0]
         else:
             spec += constant(argument)
-    return adapter().adapt(binding.function, spec, constants)
+    functions = {gpu: build.on_device(binding.function, gpu) for gpu in _device.gpus()}
+    return adapter().adapt(list(functions), list(functions.values()), spec, constants)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from JAX's compilation cache stays right in another process.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,16 @@ from torch_core.problem import (
     SCALES,
     AttentionInputs,
     AttentionProblem,
+    DecodeProblem,
     describe_prefill,
     pack_options,
     unpack_options,
 )
 
-from . import _device, _ffi, _plain
+from . import _device, _ffi, _plain, sharding
 
 PLAIN = "plain"
+GIVEN = "given "  # marks a scale as the caller gave it
 INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
 
 
@@ -84,6 +86,9 @@ def attend(
         wide = {n: x if isinstance(x, float) else as_float32(x) for n, x in scales.items()}
         scales = module.scales(problem, inputs._replace(**wide))
     scales = {name: as_float32(value) for name, value in scales.items()}
+    if _device.count() > 1:
+        # A shard may get another kernel, with other scales.
+        scales |= {f"{GIVEN}{name}": as_float32(getattr(inputs, name)) for name in SCALES}
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     # In XLA itself only by default: who names the reference gets it.
     plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
@@ -115,7 +120,7 @@ def as_float32(scale: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
-    call = functools.partial(_call, problem, backend)
+    call = functools.partial(_split, problem, backend)
     if problem.phase == "decode":
         call = _folding(call, problem, backend)
     else:
@@ -167,6 +172,88 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
         return tuple(r.reshape(*rows, *r.shape[1:]) for r in results), (True,) * len(results)
 
     return call
+
+
+def _split(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
+    """The call, split over a mesh as its arrays are."""
+    rows = "rows" if problem.phase == "decode" else None
+    out = (rows, "qo_heads", None)
+    labels = sharding.cache_labels(problem.kv_layout) | dict(
+        query=out,
+        page_table=(rows, None),
+        seq_lens=(rows,),
+        sinks=("qo_heads",),
+        draft_mask=(rows, None, None),
+    )
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    return sharding.partitioned(
+        problem.phase,
+        functools.partial(_shard, problem, backend, _device.environment()),
+        sharding.Split(labels, (out, out[:2]) if problem.return_lse else (out,)),
+        given | {f"own {name}": x for name, x in scales.items()},
+    )
+
+
+def _shard(
+    problem: AttentionProblem,
+    backend: str,
+    environment: dispatch.Environment,
+    arrays: dict[str, Any],
+    shard: sharding.Shard | None,
+) -> tuple[jax.Array, ...]:
+    """One device's part of a call, or the whole."""
+    own = {name.removeprefix("own "): x for name, x in arrays.items() if name.startswith("own ")}
+    given = {name: own.pop(f"{GIVEN}{name}", None) for name in SCALES}
+    arrays = {name: x for name, x in arrays.items() if name in AttentionInputs._fields}
+    inputs = AttentionInputs(**arrays, **dict.fromkeys(SCALES))
+    if shard is None:
+        return _call(problem, backend, inputs, own)
+    split_pages = shard.count("pages") > 1
+    options = static_options(problem)
+    if split_pages:
+        _require_any_order(problem)
+        inputs = _of_own_pages(problem, inputs, shard)
+        options |= dict(return_lse=True)
+    local, described = DESCRIBE[problem.phase](inputs._replace(plan=None, **given), **options)
+    if backend != PLAIN or split_pages:
+        kernel = dispatch.find(problem.phase, "reference" if backend == PLAIN else backend)
+        if dispatch.refusal(kernel, local, environment) is not None:
+            kernel = dispatch.choose(local, environment)
+            module = dispatch.load(kernel)
+            own = module.scales(local, described) if hasattr(module, "scales") else given
+            own = {name: as_float32(scale) for name, scale in own.items()}
+        backend = kernel.name
+    if local != problem:
+        inputs = inputs._replace(plan=None)  # it is for the whole
+    results = _call(local, backend, inputs, own)
+    if split_pages:
+        results = merge(*shard.gathered(*results))
+    return results[: 1 + problem.return_lse]
+
+
+def _require_any_order(problem: AttentionProblem) -> None:
+    """Refuses calls whose rows do not see all of their request: the order of pages counts there."""
+    if isinstance(problem, DecodeProblem) and problem.causal and problem.q_len == 1:
+        if problem.window_left < 0:
+            return
+    raise NotImplementedError(
+        f"jaxattn.{problem.phase} over caches whose pages are split over devices needs decode with "
+        "q_len 1, no draft_mask and no window: split the caches over KV heads for this call"
+    )
+
+
+def _of_own_pages(
+    problem: AttentionProblem, inputs: AttentionInputs, shard: sharding.Shard
+) -> AttentionInputs:
+    """The call on the pages that this device holds."""
+    num_pages = inputs.key_cache.shape[0]
+    first = shard.first_page(num_pages)
+    table = sharding.local_pages(inputs.page_table, first, num_pages)
+    table, lengths = sharding.packed_pages(table, inputs.seq_lens, problem.page_size)
+    inputs = inputs._replace(page_table=table, seq_lens=lengths)
+    if inputs.sinks is not None:  # they count once
+        inputs = inputs._replace(sinks=jnp.where(first == 0, inputs.sinks, -jnp.inf))
+    return inputs
 
 
 def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
@@ -279,3 +366,17 @@ def _described(phase: str, names: tuple, arrays: tuple, header: bytes) -> Any:
     specs = {name: dispatch.Spec(*spec) for name, spec in zip(names, arrays, strict=True)}
     options = unpack_options(phase, list(map(int, integers)), float(soft_cap.view(np.float32)))
     return DESCRIBE[phase](AttentionInputs(**specs), **options)[0]
+
+
+def merge(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Joins attentions of the same rows over disjoint keys; see `merge_states`."""
+    top = functools.reduce(jnp.maximum, lses)
+    shift = jnp.where(top == -jnp.inf, 0, top)
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    merged = jnp.zeros(outs[0].shape, jnp.float32)
+    for out, weight in zip(outs, weights, strict=True):
+        share = (weight / jnp.where(total == 0, 1, total))[..., None]
+        # A part that saw no key weighs 0, whatever its output holds.
+        merged += jnp.where(share == 0, 0, out.astype(jnp.float32) * share)
+    return merged.astype(outs[0].dtype), jnp.log(total) + shift

@@ -1,5 +1,6 @@
 // Presents a compiled kernel to XLA without Python: takes a custom call's operands and results in
 // XLA's order and calls the kernel in its own, filling in constants and sizes.
+#include <dlfcn.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
@@ -54,21 +55,78 @@ struct View {
   }
 };
 
+// Makes the GPU of a call the current one of its thread, as kernels expect, with CUDA's driver. None
+// in a process without a driver.
+class Current {
+ public:
+  explicit Current(int device) {
+    static const Driver driver;
+    int current = -1;
+    if (!driver.push || (driver.get_device(&current) == 0 && current == device)) return;
+    void* context = nullptr;
+    // The context that the runtime and XLA use. It is never released: they hold it anyway.
+    TVM_FFI_ICHECK(driver.retain(&context, device) == 0) << "no context on GPU " << device;
+    TVM_FFI_ICHECK(driver.push(context) == 0) << "no context on GPU " << device;
+    pop_ = driver.pop;
+  }
+  ~Current() {
+    void* context = nullptr;
+    if (pop_) pop_(&context);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  struct Driver {
+    int (*get_device)(int*) = nullptr;
+    int (*retain)(void**, int) = nullptr;
+    int (*push)(void*) = nullptr;
+    int (*pop)(void**) = nullptr;
+
+    Driver() {
+      void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+      if (!library) return;
+      Find(library, "cuCtxGetDevice", &get_device);
+      Find(library, "cuDevicePrimaryCtxRetain", &retain);
+      Find(library, "cuCtxPopCurrent_v2", &pop);
+      Find(library, "cuCtxPushCurrent_v2", &push);
+    }
+
+    template <typename Function>
+    static void Find(void* library, const char* name, Function* function) {
+      *function = reinterpret_cast<Function>(dlsym(library, name));
+      TVM_FFI_ICHECK(*function) << "the CUDA driver has no " << name;
+    }
+  };
+
+  int (*pop_)(void**) = nullptr;
+};
+
 // Kernel launches of this process, recordings of a command buffer included.
 std::atomic<int64_t> num_calls{0};
 
 int64_t Calls() { return num_calls; }
 
-// `spec` holds four integers for each argument of `kernel`: see Kind. Index is that of a constant
-// or of a call argument.
-ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants) {
+// `spec` holds four integers for each argument of a kernel: see Kind. Index is that of a constant
+// or of a call argument. `kernels` are the same one for each of `devices`.
+ffi::Function Adapt(ffi::Array<int64_t> devices, ffi::Array<ffi::Function> kernels,
+                    ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants) {
+  std::vector<ffi::Function> by_device;
+  for (size_t i = 0; i < devices.size(); ++i) {
+    if (by_device.size() <= static_cast<size_t>(devices[i])) by_device.resize(devices[i] + 1);
+    by_device[devices[i]] = kernels[i];
+  }
   std::vector<Argument> arguments;
   for (size_t i = 0; i + 3 < spec.size(); i += 4) {
     arguments.push_back({spec[i], spec[i + 1], spec[i + 2], spec[i + 3]});
   }
   TVM_FFI_ICHECK(arguments.size() <= kMaxArguments) << "too many arguments: " << arguments.size();
   return ffi::Function::FromPacked(
-      [kernel, arguments, constants](ffi::PackedArgs args, ffi::Any* result) {
+      [by_device, arguments, constants](ffi::PackedArgs args, ffi::Any* result) {
+        TVM_FFI_ICHECK(args.size() > 0) << "the call has no operands";
+        size_t device = args[0].cast<DLTensor*>()->device.device_id;
+        TVM_FFI_ICHECK(device < by_device.size() && by_device[device].defined())
+            << "the kernel is not loaded on device " << device;
         ffi::AnyView values[kMaxArguments];
         View views[kMaxViews];
         int num_views = 0;
@@ -98,7 +156,8 @@ ffi::Function Adapt(ffi::Function kernel, ffi::Array<int64_t> spec, ffi::Array<f
           values[i] = &view.tensor;
         }
         ++num_calls;
-        kernel.CallPacked(values, static_cast<int32_t>(arguments.size()), result);
+        Current current(static_cast<int>(device));
+        by_device[device].CallPacked(values, static_cast<int32_t>(arguments.size()), result);
       });
 }
 

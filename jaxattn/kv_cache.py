@@ -13,10 +13,11 @@ from jaxtyping import Float, Float32, Int32, Shaped
 from torch_core import reference
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
-from . import _device, _ffi, _launch
+from . import _device, _ffi, _launch, sharding
 from .decode import AnyArray, Scale
 
 SCATTERED_ON_CPU = ("float32", "float16")
+SCALES = ("k_scale", "v_scale")
 PLACES = ("page_table", "positions", "request_ids", "slots")
 
 
@@ -77,7 +78,7 @@ def append_kv(
     _launch.require_jax(**inputs._asdict())
     problem, inputs = describe_append(inputs, kv_layout=kv_layout)
     places = {name: getattr(inputs, name) for name in PLACES}
-    if not _device.environment().capability and not any(map(_is_traced, places.values())):
+    if not _device.environment().capability and all(map(_readable, places.values())):
         host = {name: None if x is None else np.asarray(x) for name, x in places.items()}
         reference.places(problem, inputs._replace(**host))
     scales = [
@@ -87,22 +88,50 @@ def append_kv(
     return _append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
 
 
-def _is_traced(array: Any) -> bool:
-    return isinstance(array, Tracer)
+def _readable(array: Any) -> bool:
+    """Whether this process can look at the values."""
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
+        return array.is_fully_addressable or array.is_fully_replicated
+    return not isinstance(array, Tracer)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
-    # On a CPU, XLA converts a whole cache of another dtype to scatter into it, and back.
-    scattered = _device.environment().capability or arrays.key_cache.dtype in SCATTERED_ON_CPU
-    call = functools.partial(_scatter if scattered else _append_call, problem)
-    call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
+    def write(arrays: AppendInputs, scales: list) -> tuple:
+        given = arrays._asdict() | dict(zip(SCALES, scales, strict=True))
+        rows = (None, "kv_heads", None)
+        labels = sharding.cache_labels(problem.kv_layout)
+        return sharding.partitioned(
+            "append_kv",
+            functools.partial(_shard, problem),
+            sharding.Split(labels | dict(key=rows, value=rows), tuple(labels.values())),
+            {name: x for name, x in given.items() if x is not None},
+        )
+
+    call = _launch.refuse_vmap(
+        "append_kv", write, "put the caches in one pool, or use jax.lax.scan"
+    )
     return _launch.inference_only("append_kv", call)(arrays, scales)
 
 
-def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
-    """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
-    num_pages = arrays.key_cache.shape[0]
+def _shard(problem: AppendProblem, given: dict, shard: sharding.Shard | None) -> tuple:
+    """One device's part of a call, or the whole."""
+    scales = [given.get(name) for name in SCALES]
+    arrays = {name: x for name, x in given.items() if name not in SCALES}
+    if shard is not None and shard.count("pages") > 1:
+        num_pages = arrays["key_cache"].shape[0]
+        page, offset = _places(problem, AppendInputs(**arrays))
+        page = sharding.local_pages(page, shard.first_page(num_pages), num_pages)
+        arrays = {name: x for name, x in arrays.items() if name not in PLACES}
+        arrays["slots"] = jnp.where(page < 0, -1, page * problem.page_size + offset)
+    inputs = AppendInputs(**arrays, k_scale=None, v_scale=None)
+    # On a CPU, XLA converts a whole cache of another dtype to scatter into it, and back.
+    scattered = _device.environment().capability or inputs.key_cache.dtype in SCATTERED_ON_CPU
+    return (_scatter if scattered else _append_call)(problem, inputs, scales)
+
+
+def _places(problem: AppendProblem, arrays: AppendInputs) -> tuple[Array, Array]:
+    """Page, -1 where the place does not exist, and offset in it of each token."""
     places = arrays.positions if arrays.slots is None else arrays.slots
     page, offset = places // problem.page_size, places % problem.page_size
     exists = places >= 0
@@ -114,8 +143,14 @@ def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tupl
         # A table without entries cannot be read at all, and then nothing exists.
         page = arrays.page_table[requests, page] if arrays.page_table.size else page
         exists &= page >= 0
+    return jnp.where(exists, page, -1), offset
+
+
+def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
+    """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
+    page, offset = _places(problem, arrays)
     # What lies past the end is dropped.
-    page = jnp.where(exists, page, num_pages)
+    page = jnp.where(page < 0, arrays.key_cache.shape[0], page)
     index = (page, offset) if problem.kv_layout == "NHD" else (page, slice(None), offset)
     pairs = ((arrays.key_cache, arrays.key), (arrays.value_cache, arrays.value))
     return tuple(
@@ -195,15 +230,6 @@ def merge_states(
 @jax.jit
 def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     def merge(out_a, lse_a, out_b, lse_b):
-        top = jnp.maximum(lse_a, lse_b)
-        shift = jnp.where(top == -jnp.inf, 0, top)
-        weights = [jnp.exp(lse_a - shift), jnp.exp(lse_b - shift)]
-        total = weights[0] + weights[1]
-        merged = jnp.zeros(out_a.shape, jnp.float32)
-        for out, weight in zip((out_a, out_b), weights, strict=True):
-            share = (weight / jnp.where(total == 0, 1, total))[..., None]
-            # A part that saw no key weighs 0, whatever its output holds.
-            merged += jnp.where(share == 0, 0, out.astype(jnp.float32) * share)
-        return merged.astype(out_a.dtype), jnp.log(total) + shift
+        return _launch.merge((out_a, out_b), (lse_a, lse_b))
 
     return _launch.inference_only("merge_states", merge)(out_a, lse_a, out_b, lse_b)

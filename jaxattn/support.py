@@ -27,4 +27,4 @@ def warmup(phase: str, **arguments: Any) -> str:
     environment = _device.environment()
     if environment.capability:
         _ffi.adapter()
-    return build(environment, _device.multiprocessors(), phase, **arguments)
+    return build(environment, _device.multiprocessors(), _device.gpus(), phase, **arguments)

@@ -13,7 +13,7 @@ import torch
 
 from . import interpreter
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 torch.set_num_threads(2)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import dispatch
+from . import build, dispatch
 from .problem import AttentionInputs, AttentionProblem
 
 
@@ -58,11 +58,12 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Binding:
-    """A compiled function and, in its own order, what each argument is: an Operand, a Size, a
-    Part, a Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit
-    zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
-    natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
-    of its lse. `owned`: the function asks for tensors that it could keep."""
+    """A compiled function, which may be a build.PerDevice, and, in its own order, what each
+    argument is: an Operand, a Size, a Part, a Scalar or a constant. `scratch` bytes need no initial
+    value; `semaphores` are 32-bit zeros, left zero, and belong to one launch at a time; `lse_unit`
+    is that of the kernel's lse in natural logarithms. `sinks_after`: the kernel knows no sinks, and
+    the result is corrected by way of its lse. `owned`: the function asks for tensors that it could
+    keep."""
 
     name: str
     function: Any
@@ -144,7 +145,7 @@ def launch(binding: Binding, tensors: dict[str, Any]) -> None:
             values += [1.0, value] if isinstance(value, torch.Tensor) else [value, None]
         else:
             values.append(argument)
-    binding.function(*values)
+    build.on_device(binding.function, tensors["out"].device.index)(*values)
 
 
 class Ops(NamedTuple):

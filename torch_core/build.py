@@ -1,7 +1,13 @@
 """Building a FlashInfer module at first use: what is built is said, and a failure is readable."""
 
+import functools
 import logging
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import torch
 
 logger = logging.getLogger("torch_core")
 
@@ -22,6 +28,36 @@ def load(spec: Any, label: str, seconds: int) -> Any:
             f"torch_core could not build {label}: {_reason(error)}. It needs nvcc of the CUDA "
             "toolkit and ninja, or prebuilt kernels (pip install flashinfer-jit-cache)"
         ) from error
+
+
+class PerDevice:
+    """A function of a module that every GPU loads for itself, on its first use there.
+
+    XQA sets up its kernel while it is loaded, for the current device only. So where a process has
+    several GPUs, each gets a copy of the library, which starts with initial values of its own."""
+
+    def __init__(self, spec: Any, label: str, seconds: int, function: str) -> None:
+        self._module = functools.partial(load, spec, label, seconds)
+        self._spec = spec
+        self._function = function
+        self.on = functools.cache(self._on)
+
+    def _on(self, device: int) -> Any:
+        """The function for a GPU."""
+        with torch.cuda.device(device):
+            module = self._module()
+            if torch.cuda.device_count() > 1:
+                # What is loaded stays when its file is gone.
+                with tempfile.TemporaryDirectory() as folder:
+                    module = self._spec.load(
+                        Path(shutil.copy(self._spec.get_library_path(), folder))
+                    )
+            return getattr(module, self._function)
+
+
+def on_device(function: Any, device: int) -> Any:
+    """What to call for a GPU."""
+    return function.on(device) if isinstance(function, PerDevice) else function
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,12 @@
 """Building kernels ahead of their first use."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from . import dispatch
+from .build import on_device
 
 
 def warmup(phase: str, **arguments: Any) -> str:
@@ -25,12 +29,14 @@ def warmup(phase: str, **arguments: Any) -> str:
         RuntimeError: the build failed; the message says why.
     """
     environment = dispatch.environment(dispatch.device_capability())
-    return build(environment, dispatch.sm_count(), phase, **arguments)
+    gpus = (torch.cuda.current_device(),) if environment.capability else ()
+    return build(environment, dispatch.sm_count(), gpus, phase, **arguments)
 
 
 def build(
     environment: dispatch.Environment,
     sm_count: int,
+    gpus: Iterable[int],
     phase: str,
     *,
     backend: str = "auto",
@@ -41,5 +47,7 @@ def build(
     kernel = dispatch.choose(problem, environment, backend)
     module = dispatch.load(kernel)
     if hasattr(module, "bind"):
-        module.bind(problem, sm_count, kernel.name, False)
+        function = module.bind(problem, sm_count, kernel.name, False).function
+        for gpu in gpus:
+            on_device(function, gpu)
     return kernel.name

@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from torch_core.qsa.launch import inputs_of, names_of
 from torch_core.qsa.plan import Chain, Launch
 from torch_core.qsa.problem import METADATA
 
-from .. import _device, _ffi, _launch, _triton
+from .. import _device, _ffi, _launch, _triton, sharding
 
 VIAS = ("auto", "dlpack", "triton")
 FLOATS = ("eps", "sm_scale", "k_scale", "v_scale")
@@ -93,18 +93,75 @@ class Reference:
         return tuple(values)
 
 
-def compute(work: Kernels | Reference, call: str, arrays: Arrays) -> tuple[jax.Array, ...]:
-    """Runs a checked call; arrays that are None are left out."""
-    return _compute(work, call, {name: x for name, x in arrays.items() if x is not None})
+_CACHES = sharding.cache_labels("NHD")
+_ROWS: dict[str, sharding.Labels] = dict.fromkeys((*METADATA, "counts"), ("rows",))
+_HEADS = ("rows", "qo_heads", None)
+_LIST = ("rows", None)
+# What may be split over a mesh; compressed caches and rings are whole on every device.
+SPLITS = dict(
+    build_metadata=sharding.Split({}, ((None,),) * len(METADATA)),
+    compress=sharding.Split({}, ((None,) * 3, (None,) * 4)),
+    select=sharding.Split(_ROWS | dict(index_query=("rows", None, None)), (_LIST, ("rows",))),
+    expand=sharding.Split(_ROWS | dict(selected=_LIST), (_LIST, ("rows",))),
+    attend=sharding.Split(
+        _CACHES | _ROWS | dict(query=_HEADS, gate=_HEADS, token_indices=_LIST),
+        (_HEADS, _HEADS[:2]),
+    ),
+)
+
+Make = Callable[..., Kernels | Reference]  # of arrays and options
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compute(work: Kernels | Reference, call: str, arrays: Arrays) -> tuple[jax.Array, ...]:
+def compute(make: Make, call: str, arrays: Arrays, **options: Any) -> tuple[jax.Array, ...]:
+    """Runs a checked call; arrays that are None are left out.
+
+    Args:
+        make: a function of a module, which says how to run the call on arrays of these shapes.
+        options: its static arguments, hashable.
+    """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    return _compute(make, call, tuple(options.items()), given)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compute(
+    make: Make, call: str, options: tuple[tuple[str, Any], ...], arrays: Arrays
+) -> tuple[jax.Array, ...]:
     name = f"qsa.{call}"
+    split = SPLITS[call]
+    if call == "select":
+        wanted = len(dict(options)["wanted"])
+        split = replace(split, results=split.results[:wanted])
+    shard = functools.partial(_shard, make, call, dict(options))
     run = _launch.refuse_vmap(
-        name, work.run, "put the rows of all requests into one batch, with cu_seqlens_q"
+        name,
+        lambda arrays: sharding.partitioned(name, shard, split, arrays),
+        "put the rows of all requests into one batch, with cu_seqlens_q",
     )
     return _launch.inference_only(name, run)(arrays)
+
+
+def _shard(
+    make: Make, call: str, options: Arrays, arrays: Arrays, shard: sharding.Shard | None
+) -> tuple[jax.Array, ...]:
+    """One device's part of a call, or the whole."""
+    if shard is None:
+        return make(arrays, **options).run(arrays)
+    if (parts := shard.count("rows")) > 1 and "num_decodes" in options:
+        # Each device has the same share of decoding requests, or all rows are taken for prefill:
+        # that chooses kernels, not results.
+        count, rest = divmod(options["num_decodes"], parts)
+        rows = count * options["decode_query_len"]
+        even = not rest and rows == arrays["request_ids"].shape[0]
+        options = options | dict(num_decodes=count if even else 0)
+    split_pages = call == "attend" and shard.count("pages") > 1
+    if split_pages:
+        num_pages = arrays["key_cache"].shape[0]
+        first = shard.first_page(num_pages)
+        table = sharding.local_pages(arrays["page_table"], first, num_pages)
+        arrays = arrays | dict(page_table=table)
+    results = make(arrays, **options).run(arrays)
+    return _launch.merge(*shard.gathered(*results)) if split_pages else results
 
 
 def _reference(
@@ -134,6 +191,12 @@ def _reference(
     for name, value in zip(wanted, returned, strict=True):
         if name not in in_place:
             results[name].copy_(value)
+
+
+def nested(arrays: Arrays) -> Arrays:
+    """The arrays with those of the metadata in one record, as checks take them."""
+    rest = {name: x for name, x in arrays.items() if name not in METADATA}
+    return rest | dict(metadata=torch_core.qsa.Metadata(*(arrays[name] for name in METADATA)))
 
 
 def _result(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

@@ -17,6 +17,8 @@ from .. import _launch
 from ..decode import AnyArray, Scale
 from . import _run
 
+SCALES = ("sm_scale", "k_scale", "v_scale")
+
 
 def compress(
     index_key: Float[AnyArray, "num_rows index_dim"],
@@ -92,8 +94,18 @@ def compress(
     problem = describe.describe_compress(**arrays, **options, eps=eps)
     flat = _flat(arrays)
     way = _run.way(via)
+    new_ring, new_cache = _run.compute(
+        _make_compress, "compress", flat, way=way, eps=problem.eps, **options
+    )
+    return new_ring, new_cache
+
+
+def _make_compress(
+    arrays: dict[str, Any], *, way: str, eps: float, **options: int
+) -> _run.Kernels | _run.Reference:
+    problem = describe.describe_compress(**_run.nested(arrays), **options, eps=eps)
     if way == "reference":
-        work = _run.Reference(
+        return _run.Reference(
             call="compress",
             numbers=(*options.items(), ("eps", problem.eps)),
             results=(
@@ -102,12 +114,9 @@ def compress(
             ),
             in_place=("ring", "compressed_cache"),
         )
-    else:
-        require_compress(problem)
-        wanted = ("new_ring", "new_compressed_cache")
-        work = _run.Kernels(way=way, chain=plan.plan_compress(problem), wanted=wanted)
-    new_ring, new_cache = _run.compute(work, "compress", flat)
-    return new_ring, new_cache
+    require_compress(problem)
+    wanted = ("new_ring", "new_compressed_cache")
+    return _run.Kernels(way=way, chain=plan.plan_compress(problem), wanted=wanted)
 
 
 def select(
@@ -178,20 +187,40 @@ def _select(
     workspace_bytes = checks.integer("workspace_bytes", workspace_bytes, 0, 2**63 - 1)
     flat = _flat(arrays)
     way = _run.way(via)
-    if way != "reference":
-        require_select(problem)
-        tokens = wanted != ("selected",)
-        chain = plan_select.plan_select(problem, workspace_bytes, tokens=tokens)
-        return _run.compute(_run.Kernels(way=way, chain=chain, wanted=wanted), "select", flat)
-    work = _run.Reference(
-        call="select",
-        numbers=tuple(options.items()),
-        results=(("selected", (problem.num_rows, problem.topk), "int32"),),
+    asked = wanted if way != "reference" else ("selected",)
+    results = _run.compute(
+        _make_select,
+        "select",
+        flat,
+        way=way,
+        workspace_bytes=workspace_bytes,
+        wanted=asked,
+        **options,
     )
-    (selected,) = _run.compute(work, "select", flat)
-    if wanted == ("selected",):
-        return (selected,)
-    return expand(selected, arrays["metadata"], compress_ratio=problem.compress_ratio)
+    if asked == wanted:
+        return results
+    return expand(results[0], arrays["metadata"], compress_ratio=problem.compress_ratio)
+
+
+def _make_select(
+    arrays: dict[str, Any],
+    *,
+    way: str,
+    workspace_bytes: int,
+    wanted: tuple[str, ...],
+    **options: int,
+) -> _run.Kernels | _run.Reference:
+    problem = describe.describe_select(**_run.nested(arrays), **options)
+    if way == "reference":
+        return _run.Reference(
+            call="select",
+            numbers=tuple(options.items()),
+            results=(("selected", (problem.num_rows, problem.topk), "int32"),),
+        )
+    require_select(problem)
+    tokens = wanted != ("selected",)
+    chain = plan_select.plan_select(problem, workspace_bytes, tokens=tokens)
+    return _run.Kernels(way=way, chain=chain, wanted=wanted)
 
 
 def expand(
@@ -220,9 +249,18 @@ def expand(
     """
     problem = describe.describe_expand(selected, metadata, compress_ratio=compress_ratio)
     flat = _flat(dict(selected=selected, metadata=metadata))
-    way = _run.way(via)
+    token_indices, counts = _run.compute(
+        _make_expand, "expand", flat, way=_run.way(via), compress_ratio=problem.compress_ratio
+    )
+    return token_indices, counts
+
+
+def _make_expand(
+    arrays: dict[str, Any], *, way: str, compress_ratio: int
+) -> _run.Kernels | _run.Reference:
+    problem = describe.describe_expand(**_run.nested(arrays), compress_ratio=compress_ratio)
     if way == "reference":
-        work = _run.Reference(
+        return _run.Reference(
             call="expand",
             numbers=(("compress_ratio", problem.compress_ratio),),
             results=(
@@ -230,11 +268,8 @@ def expand(
                 ("counts", (problem.num_rows,), "int32"),
             ),
         )
-    else:
-        wanted = ("token_indices", "counts")
-        work = _run.Kernels(way=way, chain=plan_select.plan_expand(problem), wanted=wanted)
-    token_indices, counts = _run.compute(work, "expand", flat)
-    return token_indices, counts
+    wanted = ("token_indices", "counts")
+    return _run.Kernels(way=way, chain=plan_select.plan_expand(problem), wanted=wanted)
 
 
 def attend(
@@ -301,30 +336,39 @@ def attend(
     options = dict(
         compress_ratio=compress_ratio, num_decodes=num_decodes, decode_query_len=decode_query_len
     )
-    problem, scales = describe.describe_attend(
+    _, scales = describe.describe_attend(
         **arrays, **options, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale
     )
     return_lse = checks.flag("return_lse", return_lse)
     flat = _flat(arrays | scales)
     way = _run.way(via)
+    numbers = ()
     if way == "reference":
-        numbers = {name: scale for name, scale in scales.items() if isinstance(scale, float)}
-        flat = {name: array for name, array in flat.items() if name not in numbers}
-        work = _run.Reference(
+        numbers = tuple((name, x) for name, x in scales.items() if isinstance(x, float))
+        flat = {name: array for name, array in flat.items() if name not in dict(numbers)}
+    else:
+        flat |= {name: _one_element(scale) for name, scale in scales.items()}
+    out, lse = _run.compute(_make_attend, "attend", flat, way=way, scales=numbers, **options)
+    return (out, lse) if return_lse else out
+
+
+def _make_attend(
+    arrays: dict[str, Any], *, way: str, scales: tuple[tuple[str, float], ...], **options: int
+) -> _run.Kernels | _run.Reference:
+    described = {name: x for name, x in arrays.items() if name not in SCALES}
+    problem, _ = describe.describe_attend(**_run.nested(described), **options)
+    if way == "reference":
+        return _run.Reference(
             call="attend",
-            numbers=tuple((options | numbers).items()),
+            numbers=(*options.items(), *scales),
             results=(
-                ("out", tuple(query.shape), problem.query_dtype),
-                ("lse", tuple(query.shape[:2]), "float32"),
+                ("out", tuple(arrays["query"].shape), problem.query_dtype),
+                ("lse", tuple(arrays["query"].shape[:2]), "float32"),
             ),
         )
-    else:
-        require_attend(problem)
-        chain = plan_attend.plan_attend(problem, gate=gate is not None)
-        work = _run.Kernels(way=way, chain=chain, wanted=("out", "lse"))
-        flat |= {name: _one_element(scale) for name, scale in scales.items()}
-    out, lse = _run.compute(work, "attend", flat)
-    return (out, lse) if return_lse else out
+    require_attend(problem)
+    chain = plan_attend.plan_attend(problem, gate="gate" in arrays)
+    return _run.Kernels(way=way, chain=chain, wanted=("out", "lse"))
 
 
 def attention(

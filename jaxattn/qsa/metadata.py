@@ -83,19 +83,22 @@ def build_metadata(
         )
     counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
     problem = describe.describe_metadata(**arrays, **given, **counts)
-    results = tuple((name, (problem.num_rows,), "int32") for name in METADATA)
-    if way == "reference":
-        numbers = tuple((given | counts).items())
-        work = _run.Reference(call="build_metadata", numbers=numbers, results=results)
-    else:
-        work = _run.Kernels(way=way, chain=plan.plan_metadata(problem), wanted=METADATA)
-    metadata = Metadata(*_run.compute(work, "build_metadata", arrays))
+    metadata = Metadata(*_run.compute(_make, "build_metadata", arrays, way=way, **given, **counts))
     return metadata, split or split_of(problem)
+
+
+def _make(arrays: dict[str, Any], *, way: str, **numbers: int) -> _run.Kernels | _run.Reference:
+    problem = describe.describe_metadata(**arrays, **numbers)
+    if way == "reference":
+        results = tuple((name, (problem.num_rows,), "int32") for name in METADATA)
+        pairs = tuple(numbers.items())
+        return _run.Reference(call="build_metadata", numbers=pairs, results=results)
+    return _run.Kernels(way=way, chain=plan.plan_metadata(problem), wanted=METADATA)
 
 
 def _on_host(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return True
-    return not isinstance(array, Tracer) and all(
-        device.platform == "cpu" for device in array.devices()
-    )
+    if isinstance(array, Tracer) or not (array.is_fully_addressable or array.is_fully_replicated):
+        return False
+    return all(device.platform == "cpu" for device in array.devices())

@@ -67,6 +67,16 @@ def spread_array():
     return jaxattn.to_torch(jax.device_put(jnp.zeros(4), sharding))
 
 
+def split_caches(*spec: str | None):
+    """A decode on caches that are split over two devices."""
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    names = ("key_cache", "value_cache")
+    caches = {name: jax.device_put(errors.valid("decode")[name], sharding) for name in names}
+    return call("decode", **caches)
+
+
 # name, trigger, error, start of the message
 OWN = [
     ("torch_tensor", lambda: call("decode", page_table=torch.zeros(2, 3, dtype=torch.int32)),
@@ -93,6 +103,12 @@ OWN = [
        "arguments through jax.lax.stop_gradient, or train with another attention")
       for function, name in (("decode", "query"), ("prefill", "key_cache"), ("append_kv", "value"),
                              ("merge_states", "lse_a"))],
+    ("split_pages", lambda: split_caches("x"), NotImplementedError,
+     "jaxattn.decode over caches whose pages are split over devices needs decode with q_len 1, no "
+     "draft_mask and no window: split the caches over KV heads for this call"),
+    ("split_head_dim", lambda: split_caches(None, None, None, "x"), NotImplementedError,
+     "jaxattn.decode would gather key_cache [6, 8, 2, 16], split over the mesh's axes "
+     "P(None, None, None, 'x'), on every device: split it as "),
     ("full_table", full_table, RuntimeError,
      "jaxattn cannot register 'one too many': the process has used all 1024 entries of "
      "jax-tvm-ffi's handler table"),

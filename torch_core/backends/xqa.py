@@ -112,7 +112,7 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
     swap = problem.kv_layout == "HND"
     return Binding(
         name=f"xqa {' '.join(map(str, _build_arguments(problem)))}",
-        function=_module(*_build_arguments(problem)).xqa_wrapper,
+        function=_function(*_build_arguments(problem)),
         arguments=(
             fast,
             told,
@@ -159,9 +159,10 @@ def _build_arguments(problem: DecodeProblem) -> tuple:
 
 
 @functools.cache
-def _module(*arguments: Any) -> Any:
+def _function(*arguments: Any) -> build.PerDevice:
     from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportMissingImports]
 
     query, cache, page_size, head_dim, *_ = arguments
     label = f"FlashInfer XQA ({query} over {cache}, page_size {page_size}, head_dim {head_dim})"
-    return build.load(gen_xqa_module(*arguments), label.replace("torch.", ""), 10)
+    label = label.replace("torch.", "")
+    return build.PerDevice(gen_xqa_module(*arguments), label, 10, "xqa_wrapper")
