@@ -64,9 +64,8 @@ class PagedKVCache:
         checks.choice("kv_layout", kv_layout, checks.KV_LAYOUTS)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             checks.scale(name, 1.0 if scale is None else scale)
-        name = jnp.dtype(dtype).name
-        if name not in checks.CACHE_DTYPES:
-            raise TypeError(f"dtype must be {' or '.join(checks.CACHE_DTYPES)}, got {name}")
+        if not any(dtype == jnp.dtype(name) for name in checks.CACHE_DTYPES):
+            raise TypeError(f"dtype must be {' or '.join(checks.CACHE_DTYPES)}, got {dtype!r}")
         tokens = (page_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, page_size)
         shape = (num_pages, *tokens, head_dim)
         new = functools.partial(jnp.zeros, shape, dtype)
