@@ -244,9 +244,10 @@ def reuse_selection(
     shapes.check("positions", positions, ("int32",), ("num_requests",))
     ratio = checks.integer("compress_ratio", compress_ratio, 1)
     extra = -(-checks.integer("num_draft", num_draft, 0) // ratio)
+    _launch.require_jax(selected=selected, positions=positions)
     for name, array in metadata._asdict().items():
-        shapes.check(name, array, ("int32",), ("num_rows",))
-    _launch.require_jax(selected=selected, positions=positions, **metadata._asdict())
+        shapes.check(f"metadata.{name}", array, ("int32",), ("num_rows",))
+        _launch.require_jax(**{f"metadata.{name}": array})
     return _reuse(extra, ratio, selected, positions, metadata)
 
 
