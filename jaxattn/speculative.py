@@ -2,11 +2,13 @@
 
 A verify step runs `q_len` rows for each request, packed as `decode` takes them: row 0 is the token
 picked last, which is in no cache yet, and the others are drafts that continue it, as a chain or as
-a tree. Row i lies at position seq_lens + i of its request, seq_lens without the step; `decode` gets
-seq_lens + q_len, and the page table must have room for that (`paging.alloc`). After the step,
-`seq_lens` grows by the rows that `accept` kept (`paging.append`), and what rejected drafts left in
-the caches is written over by the next step. QSA takes chains, and needs nothing else where its
-rings have `qsa.ring_rows(compress_ratio, num_draft)` rows.
+a tree. Row i lies at position seq_lens + i of its request, seq_lens without the step. `decode` gets
+seq_lens + q_len, or 0 for an empty slot, and the page table must have room for that
+(`paging.alloc`). After the step, seq_lens grows by the rows that `accept` kept (`paging.append`);
+what rejected drafts left in the caches is never seen, and the next step writes over it.
+
+QSA takes chains, and needs nothing else where its rings have `qsa.ring_rows(compress_ratio,
+num_draft)` rows.
 """
 
 import functools
@@ -299,7 +301,7 @@ def _accept_sampled(
         for probs in (draft_probs, target_probs[:, :-1])
     )
     # wanted / drawn may be 0 / 0.
-    kept = jax.random.uniform(key_accept, drawn.shape) * drawn < wanted
+    kept = jax.random.uniform(key_accept, drawn.shape, drawn.dtype) * drawn < wanted
     kept &= row[1:] < lengths[:, None]
     more = jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     last = more[:, None, None]  # row of the last accepted token

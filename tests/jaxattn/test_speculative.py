@@ -100,6 +100,16 @@ def test_accept_equals_loop(vocab):
         assert result.next_tokens[request] == token
 
 
+def test_rows_that_do_not_continue_row_0_are_not_accepted():
+    """A traced array of parents that are no rows: 2 and 3 hang together, but on nothing."""
+    mask = jax.jit(speculative.tree_mask)(ints([-1, 0, 5, 2]))
+    assert mask[0].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    for token in (3, 4):
+        result = speculative.accept(ints([4, token, 3, 3]), ints([3, 7, 3, 3]), mask)
+        assert result.counts.tolist() == [2 if token == 3 else 1]
+        assert result.next_tokens.tolist() == [7 if token == 3 else 3]
+
+
 def near(found: np.ndarray, expected: float) -> bool:
     """Whether the share of True is within 5 standard deviations of its expectation."""
     return abs(found.mean() - expected) <= 5 * (expected * (1 - expected) / found.size) ** 0.5
@@ -172,6 +182,17 @@ def test_compact_moves_rows(kv_layout, dtype):
                 (p0, o0), (p1, o1) = (divmod(seq_lens[request] + i, page_size) for i in (row, k))
                 at(expected)[table[request, p1], o1] = at(array)[table[request, p0], o0]
         assert kv_model.same_bits(np.asarray(result), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compact_works_in_place(dtype):
+    """Donated caches keep their memory, and nothing of their size is made."""
+    cache = PagedKVCache.zeros(512, 16, 2, 64, dtype=dtype)
+    arguments = (ints([0, 1], [2, 3]), ints(9, 12), ints([0, 2, 5], [0, 1, -1]))
+    compiled = jax.jit(speculative.compact, donate_argnums=0).lower(cache, *arguments).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.key_cache.nbytes // 8
+    before = cache.key_cache.unsafe_buffer_pointer()
+    assert compiled(cache, *arguments).key_cache.unsafe_buffer_pointer() == before
 
 
 def drafted(truth, at, parents, right, accepted, rng):
@@ -302,11 +323,12 @@ def test_chain_rounds(options):
     assert check_rounds([(CHAIN, [1, 2, 3])] * REQUESTS, WHOLE, **options) == EVERY
 
 
-def test_ragged_chain_rounds():
+@pytest.mark.parametrize("options", [pytest.param({}, id="nhd"), on_gpu(GPU, id="gpu")])
+def test_ragged_chain_rounds(options):
     """1 to 4 rows a request; the places of padding rows hold NaN."""
     lengths = [[1 + (request * 3 + turn) % 4 for request in range(REQUESTS)]
                for turn in range(ROUNDS)]  # fmt: skip
-    assert len(check_rounds([(CHAIN, [1, 2, 3])] * REQUESTS, lengths)) > 8
+    assert len(check_rounds([(CHAIN, [1, 2, 3])] * REQUESTS, lengths, **options)) > 8
 
 
 @pytest.mark.parametrize("options", [
