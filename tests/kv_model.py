@@ -112,7 +112,7 @@ def append(arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         for row, new in enumerate(arguments[name]):
             place = _place(arguments, row, tokens.shape[1])
             if place is not None:
-                tokens[place] = _stored(new, cache.dtype, scale)
+                tokens[place] = stored(new, cache.dtype, scale)
         results.append(cache)
     return results[0], results[1]
 
@@ -130,7 +130,7 @@ def _place(arguments: dict[str, Any], row: int, page_size: int) -> tuple[int, in
     return int(arguments["page_table"][row if ids is None else ids[row]][page]), offset
 
 
-def _stored(row: np.ndarray, dtype: np.dtype, scale: Any) -> np.ndarray:
+def stored(row: np.ndarray, dtype: np.dtype, scale: Any) -> np.ndarray:
     """row / scale in the cache's dtype, saturated where that is fp8."""
     if scale is None and row.dtype == dtype:
         return row

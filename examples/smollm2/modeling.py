@@ -6,7 +6,6 @@ model for prefill and decode; `Batch.cu_seqlens_q` tells them apart.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +17,7 @@ import jaxattn
 
 Ints = Any  # an int32 array of JAX or NumPy
 
-# (key_cache, value_cache) of one layer, each [num_pages, page_size, num_kv_heads, head_dim].
-Cache = tuple[Array, Array]
+Cache = jaxattn.PagedKVCache  # of one layer
 Caches = list[Cache]
 Rope = tuple[Array, Array]  # cosine and sine [rows, 1, head_dim // 2]
 
@@ -111,25 +109,17 @@ class Attention(nnx.Module):
         if config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, *rope), rotate(key, *rope)
-        caches: Any = jaxattn.append_kv(
-            key,
-            value,
-            *cache,
-            batch.page_table,
-            positions=batch.positions,
-            request_ids=batch.request_ids,
-        )
-        key_cache, value_cache = caches
-        paged = (query, key_cache, value_cache, batch.page_table, batch.seq_lens)
-        out: Any  # without return_lse, one array
+        places = dict(positions=batch.positions, request_ids=batch.request_ids)
+        cache = cache.append_kv(key, value, batch.page_table, **places)
+        paged = (query, batch.page_table, batch.seq_lens)
         if batch.cu_seqlens_q is None:
-            out = jaxattn.decode(*paged, backend=backend)
+            out = cache.decode(*paged, backend=backend)
         else:
             # No request has more rows than the pass. Decode and prefill have kernels of their own:
             # only the reference is a name for both.
             backend = backend if backend == "reference" else "auto"
-            out = jaxattn.prefill(*paged, batch.cu_seqlens_q, max_seqlen_q=rows, backend=backend)
-        return self.out(out.reshape(rows, -1)), (key_cache, value_cache)
+            out = cache.prefill(*paged, batch.cu_seqlens_q, max_seqlen_q=rows, backend=backend)
+        return self.out(out.reshape(rows, -1)), cache
 
 
 class MLP(nnx.Module):
@@ -196,9 +186,8 @@ class Decoder(nnx.Module):
 
 
 def init_caches(config: Config, num_pages: int, page_size: int) -> Caches:
-    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
-    new = partial(jnp.zeros, shape, config.dtype)
-    return [(new(), new()) for _ in range(config.num_layers)]
+    sizes = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return [Cache.zeros(*sizes, dtype=config.dtype) for _ in range(config.num_layers)]
 
 
 def sample(logits: Array, key: Array, sampling: Sampling) -> Array:

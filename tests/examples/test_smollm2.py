@@ -25,7 +25,8 @@ pytest.importorskip("flax")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "smollm2"
 sys.path.insert(0, str(EXAMPLE))
-modeling, params, run = map(importlib.import_module, ("modeling", "params", "run"))
+names = ("modeling", "params", "run", "serve")
+modeling, params, run, serve = map(importlib.import_module, names)
 
 # The last one alone fills more than one page of 64 tokens with its continuation.
 PROMPTS = [
@@ -129,6 +130,18 @@ def test_batch_equals_transformers(loaded, expected, page_size):
     )
     assert sum(map(len, expected.ids)) > 64, "the prompts must need several chunks"
     assert result.tokens == expected.tokens
+
+
+def test_continuous_batch_equals_transformers(loaded, expected):
+    """Eight requests for three slots; the longest prompt comes in pieces beside running ones."""
+    options = dict(slots=3, num_pages=24, max_len=128, prefill_chunk=16)
+    server = serve.Server(modeling.Engine(loaded.model), **options, eos_ids=loaded.eos_ids)
+    lengths = [4, 2, 6, 3, 2, 5, 4, 6]
+    requests = [server.submit(*each) for each in zip(expected.ids, lengths, strict=True)]
+    while server.waiting or any(server.running):
+        server.step()
+    for request, tokens in zip(requests, expected.tokens, strict=True):
+        assert request.tokens == tokens[: request.max_new_tokens]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
