@@ -41,7 +41,9 @@ def decode(
     softmax(query . key * sm_scale * k_scale) value * v_scale over its visible keys: positions
     0 to p, cut to p - window_left and later, and within the last q_len tokens to what
     `draft_mask` allows. Pure: works in jit, scan, while_loop and shard_map; vmap makes one larger
-    batch; a gradient is refused.
+    batch; a gradient is refused. Over a mesh, in jit, each device computes on its part of the
+    caches: of their KV heads, or of their pages (q_len 1, no window), where the parts are merged by
+    lse and page ids stay those of the whole cache; requests may be split too.
 
     Args:
         query: [batch * q_len, num_qo_heads, head_dim]; bfloat16, float16, float32 or float8_e4m3fn.
@@ -73,7 +75,8 @@ def decode(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
-        NotImplementedError: no kernel runs this call, or a gradient is asked for.
+        NotImplementedError: no kernel runs this call, a gradient is asked for, or caches would
+            have to be gathered (in jit over a mesh of Auto axes: a JaxRuntimeError with the text).
         jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time,
             page ids or lengths out of range.
 

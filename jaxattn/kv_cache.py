@@ -38,7 +38,8 @@ def append_kv(
     """Writes new tokens and returns the new caches.
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
-    (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused.
+    (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused. Over
+    a mesh each device writes to its own KV heads or pages.
 
     Args:
         key, value: [tokens, num_kv_heads, head_dim]; bfloat16, float16 or float32. An fp8 cache

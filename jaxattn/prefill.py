@@ -45,7 +45,8 @@ def prefill(
                                                          1 0
                                                          1 1
 
-    Pure: works in jit, scan, while_loop and shard_map; vmap and gradients are refused.
+    Pure: works in jit, scan, while_loop and shard_map; vmap and gradients are refused. Over a mesh
+    the caches may be split over KV heads, as in `decode`; a plan is then made on each device.
 
     Args:
         query: [total_q, num_qo_heads, head_dim]; rows past cu_seqlens_q[-1] are padding, output 0.
