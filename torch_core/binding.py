@@ -145,7 +145,9 @@ def launch(binding: Binding, tensors: dict[str, Any]) -> None:
             values += [1.0, value] if isinstance(value, torch.Tensor) else [value, None]
         else:
             values.append(argument)
-    build.on_device(binding.function, tensors["out"].device.index)(*values)
+    device = tensors["out"].device
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        build.on_device(binding.function, device.index)(*values)
 
 
 class Ops(NamedTuple):
