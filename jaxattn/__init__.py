@@ -1,5 +1,6 @@
 """Paged attention for JAX: pure functions over torch_core's kernels, without copies."""
 
+from . import export as export
 from . import qsa as qsa
 from .decode import decode as decode
 from .interop import to_jax as to_jax

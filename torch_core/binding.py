@@ -59,10 +59,11 @@ class Scalar:
 @dataclass(frozen=True)
 class Binding:
     """A compiled function and, in its own order, what each argument is: an Operand, a Size, a
-    Part, a Scalar or a constant. `scratch` bytes need no initial value; `semaphores` are 32-bit
-    zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
-    natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
-    of its lse. `owned`: the function asks for tensors that it could keep."""
+    Part, a Scalar or a constant. `name` is that of its module, whose `function(*build)` it is.
+    `scratch` bytes need no initial value; `semaphores` are 32-bit zeros, left zero, and belong to
+    one launch at a time; `lse_unit` is that of the kernel's lse in natural logarithms.
+    `sinks_after`: the kernel knows no sinks, and the result is corrected by way of its lse.
+    `owned`: the function asks for tensors that it could keep."""
 
     name: str
     function: Any
@@ -72,6 +73,7 @@ class Binding:
     lse_unit: float = 1.0
     sinks_after: bool = False
     owned: bool = False
+    build: tuple = ()
 
 
 CACHES = ("key_cache", "value_cache")

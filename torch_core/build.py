@@ -1,9 +1,18 @@
 """Building a FlashInfer module at first use: what is built is said, and a failure is readable."""
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("torch_core")
+
+
+class Source(NamedTuple):
+    """A FlashInfer module: its JIT spec, its name for people, and how long nvcc takes for it on 16
+    cores."""
+
+    spec: Any
+    label: str
+    seconds: int
 
 
 def load(spec: Any, label: str, seconds: int) -> Any:

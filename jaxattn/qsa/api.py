@@ -104,6 +104,7 @@ def compress(
         )
     else:
         require_compress(problem)
+        flat = _run.checked("compress", flat, compress_ratio=problem.compress_ratio)
         wanted = ("new_ring", "new_compressed_cache")
         work = _run.Kernels(way=way, chain=plan.plan_compress(problem), wanted=wanted)
     new_ring, new_cache = _run.compute(work, "compress", flat)

@@ -88,6 +88,7 @@ def build_metadata(
         numbers = tuple((given | counts).items())
         work = _run.Reference(call="build_metadata", numbers=numbers, results=results)
     else:
+        arrays = _run.checked("build_metadata", arrays, num_rows=num_rows, **counts)
         work = _run.Kernels(way=way, chain=plan.plan_metadata(problem), wanted=METADATA)
     metadata = Metadata(*_run.compute(work, "build_metadata", arrays))
     return metadata, split or split_of(problem)

@@ -1,6 +1,7 @@
 """Every message of jaxattn: what triggers it, and what it says."""
 
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import jaxattn
-from jaxattn import _ffi
+from jaxattn import _ffi, export
 from tests import errors
 
 
@@ -67,6 +68,22 @@ def spread_array():
     return jaxattn.to_torch(jax.device_put(jnp.zeros(4), sharding))
 
 
+def exported_by_dlpack():
+    """QSA kernels that Python launches are this process's own."""
+
+    def call(x):
+        name = "jaxattn.qsa_by_dlpack.score"
+        return _ffi.call(name, lambda a, out: out.copy_(a), [x], [jax.typeof(x)])
+
+    export.export(jax.jit(call))(jnp.zeros(3))
+
+
+def program_for_two_platforms():
+    text = 'stablehlo.custom_call @"jaxattn.decode(1)"(%arg0)'
+    export.prepare(types.SimpleNamespace(mlir_module=lambda: text, platforms=("cpu", "cuda")))
+
+
+OTHER_GPU = "jaxattn.kernel((90, 7, '0.1'), 'backends.xqa', (), (), (), False)"
 # name, trigger, error, start of the message
 OWN = [
     ("torch_tensor", lambda: call("decode", page_table=torch.zeros(2, 3, dtype=torch.int32)),
@@ -96,6 +113,16 @@ OWN = [
     ("full_table", full_table, RuntimeError,
      "jaxattn cannot register 'one too many': the process has used all 1024 entries of "
      "jax-tvm-ffi's handler table"),
+    ("export_dlpack", exported_by_dlpack, ValueError,
+     "a program with QSA calls of via='dlpack' cannot be exported: its kernels are launched by "
+     "this process. Use via='triton'"),
+    ("export_platforms", program_for_two_platforms, ValueError,
+     "the program must be for one platform, got ('cpu', 'cuda')"),
+    ("export_version", lambda: _ffi.restore("jaxattn.attend(1)", "cpu"), ValueError,
+     "the program calls 'jaxattn.attend(1)', which this version of jaxattn cannot make"),
+    ("export_gpu", lambda: _ffi.restore(OTHER_GPU, "gpu"), ValueError,
+     "the program was exported for capability 90, 7 multiprocessors and FlashInfer 0.1; this "
+     "process has capability "),
     ("to_torch_numpy", lambda: jaxattn.to_torch(np.zeros(2)), TypeError,
      "array must be a concrete jax.Array, got ndarray"),
     ("to_torch_traced", lambda: jax.jit(jaxattn.to_torch)(jnp.zeros(2)), TypeError,
