@@ -1,6 +1,8 @@
 """Building a FlashInfer module at first use: what is built is said, and a failure is readable."""
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("torch_core")
@@ -24,8 +26,17 @@ def load(spec: Any, label: str, seconds: int) -> Any:
             label,
             seconds,
         )
+    return _readable(label, spec.build_and_load)
+
+
+def make(spec: Any, label: str, seconds: int) -> None:
+    """Builds a module without loading it: that needs no GPU."""
+    _readable(label, functools.partial(spec.build, need_lock=True))
+
+
+def _readable(label: str, work: Callable[[], Any]) -> Any:
     try:
-        return spec.build_and_load()
+        return work()
     except Exception as error:
         raise RuntimeError(
             f"torch_core could not build {label}: {_reason(error)}. It needs nvcc of the CUDA "
