@@ -10,6 +10,8 @@ was exported in one process runs in another (see `restore`).
 """
 
 import ast
+import atexit
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -17,6 +19,7 @@ import inspect
 import logging
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -146,6 +149,28 @@ def _register_python(
 
     order = ["ctx.stream", "args", "rets"]
     _register(name, platform, lambda: callback, order, owned=True, captured=captured)
+    _finish_at_exit(platform)
+
+
+@functools.cache
+def _finish_at_exit(platform: str) -> None:
+    """Lets dispatched programs end before Python does: a callback that came later would abort the
+    process. Programs of one thread run in order; what other threads left is waited for as far as
+    its results or its callbacks are seen."""
+
+    def finish() -> None:
+        with contextlib.suppress(Exception):  # of a program, or of a device that is lost
+            for device in jax.local_devices(backend=platform):
+                # A loop, as what is cheap runs at once and not in order.
+                wait = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x @ x, x))
+                jax.block_until_ready(wait(jax.device_put(np.ones((2, 2), np.float32), device)))
+            jax.block_until_ready(jax.live_arrays(platform))
+        seen = -1
+        while seen != python_calls:
+            seen = python_calls
+            time.sleep(0.02)
+
+    atexit.register(finish)
 
 
 def _tensor(buffer: tvm_ffi.Tensor) -> torch.Tensor:

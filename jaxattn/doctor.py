@@ -36,7 +36,8 @@ PROGRAMS = ("nvcc", "ninja", "c++")
 # What decides how JAX and torch share a GPU's memory, with what JAX does where it is not set.
 MEMORY = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.75",
+    "XLA_CLIENT_MEM_FRACTION": "0.75",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "",  # its older name
     "XLA_PYTHON_CLIENT_ALLOCATOR": "default",
     "PYTORCH_ALLOC_CONF": "",
     "PYTORCH_CUDA_ALLOC_CONF": "",
@@ -172,21 +173,18 @@ def memory(settings: dict[str, str | None]) -> Iterator[str]:
     if not _device.environment().capability:
         yield "no GPU: these change nothing here"
         return
-    preallocates = (settings["XLA_PYTHON_CLIENT_PREALLOCATE"] or "true").lower() in ("true", "1")
-    fraction = (
-        settings["XLA_PYTHON_CLIENT_MEM_FRACTION"] or MEMORY["XLA_PYTHON_CLIENT_MEM_FRACTION"]
-    )
-    if preallocates:
-        yield (
-            f"JAX takes {fraction} of the GPU at its first use, torch has the rest: calls from JAX "
-            "need none of torch. For torch models beside JAX set XLA_PYTHON_CLIENT_MEM_FRACTION to "
-            "JAX's share, or XLA_PYTHON_CLIENT_PREALLOCATE=false"
-        )
-    else:
+    if settings["XLA_PYTHON_CLIENT_PREALLOCATE"] in ("false", "False", "0"):
         yield (
             "JAX and torch take memory as they need it and keep it: bound torch with "
             "torch.cuda.set_per_process_memory_fraction where one leaves too little to the other"
         )
+        return
+    share = next((settings[name] for name in MEMORY if "FRACTION" in name and settings[name]), 0.75)
+    yield (
+        f"JAX takes {share} of the GPU at its first use, torch has the rest: jaxattn's kernels "
+        "use JAX's. For torch models beside JAX set XLA_CLIENT_MEM_FRACTION to JAX's share, or "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    )
 
 
 class SelfTest:
@@ -194,7 +192,20 @@ class SelfTest:
 
     lengths = (5, 70)
 
-    def __init__(self) -> None:
+    def steps(self) -> dict[str, Callable[[], str | None]]:
+        """Name -> what raises where it fails, or says why it cannot run."""
+        return {
+            "arrays on JAX's device": self.prepare,
+            "append_kv (JAX)": self.append,
+            "decode (JAX)": lambda: self.phase("decode", jaxattn),
+            "prefill (JAX)": lambda: self.phase("prefill", jaxattn),
+            "decode (torch)": lambda: self.phase("decode", torch_core),
+            "prefill (torch)": lambda: self.phase("prefill", torch_core),
+            "qsa (JAX)": self.qsa,
+        }
+
+    def prepare(self) -> None:
+        """Draws the calls' arrays."""
         rng = np.random.default_rng(0)
         names = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
         heads, kv_heads, dim, page = (GEOMETRY[name] for name in names)
@@ -211,18 +222,6 @@ class SelfTest:
         self.key, self.value = (jnp.asarray(array, jnp.bfloat16) for array in flat)
         self.positions = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.int32)
         self.request_ids = np.repeat(np.arange(2), self.lengths).astype(np.int32)
-        self.caches: tuple = ()
-
-    def steps(self) -> dict[str, Callable[[], str | None]]:
-        """Name -> what raises where it fails, or says why it cannot run."""
-        return {
-            "append_kv (JAX)": self.append,
-            "decode (JAX)": lambda: self.phase("decode", jaxattn),
-            "prefill (JAX)": lambda: self.phase("prefill", jaxattn),
-            "decode (torch)": lambda: self.phase("decode", torch_core),
-            "prefill (torch)": lambda: self.phase("prefill", torch_core),
-            "qsa (JAX)": self.qsa,
-        }
 
     def append(self) -> None:
         """The caches of the other steps, written by append_kv."""
@@ -294,8 +293,9 @@ class SelfTest:
 
 def self_test(steps: dict[str, Callable[[], str | None]]) -> Iterator[tuple[str, bool]]:
     """A line for each step, and whether it is a failure. Steps run in a thread, so that a kernel
-    that hangs does not hang this; a line of a hanging step is the last."""
+    that hangs does not hang this. None follows one that hangs, or the first where it fails."""
     deadline = time.monotonic() + SECONDS
+    first = next(iter(steps.values()))
     for name, step in steps.items():
         if time.monotonic() > deadline:
             yield f"{name}: not run, {SECONDS:.0f} s are over", False
@@ -319,6 +319,8 @@ def self_test(steps: dict[str, Callable[[], str | None]]) -> Iterator[tuple[str,
         if isinstance(results[0], BaseException):
             message = " ".join(f"{type(results[0]).__name__}: {results[0]}".split())
             yield f"{name}: FAILED, {message[:500]}", True
+            if step == first:
+                return
         elif results[0] is not None:
             yield f"{name}: not run, {results[0]}", False
         else:

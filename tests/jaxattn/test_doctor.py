@@ -40,7 +40,7 @@ def test_a_report_without_gpu_and_kernel_libraries():
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.4" in lines and "JAXATTN_DEBUG is on" in lines
     assert "decode reference: available" in lines
     assert "decode native_decode: needs capability 80+, this device has none (CPU)" in lines
-    assert sum(": right (" in line for line in lines) == 6
+    assert sum(": right (" in line for line in lines) == 7
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_wrong_numbers_fail(quiet, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     (failed,) = [line for line in lines if "FAILED," in line]
     assert failed.startswith("  decode (JAX): FAILED, AssertionError: row 0 is off by ")
-    assert lines[-1] == "FAILED" and sum(": right (" in line for line in lines) == 5
+    assert lines[-1] == "FAILED" and sum(": right (" in line for line in lines) == 6
 
 
 @pytest.mark.parametrize("name", ["append_kv", "prefill"])
@@ -73,8 +73,17 @@ def test_errors_fail(name, quiet, capsys, monkeypatch):
 
 
 def test_nan_fails():
+    test = doctor.SelfTest()
+    test.prepare()
     with pytest.raises(AssertionError, match="row 0 is off by nan"):
-        doctor.SelfTest().compare(np.full((2, 8, 128), np.nan))
+        test.compare(np.full((2, 8, 128), np.nan))
+
+
+def test_a_device_that_cannot_be_used(quiet, capsys, monkeypatch):
+    """One failure with JAX's reason, not seven."""
+    monkeypatch.setattr(doctor.jnp, "asarray", lambda *_: 1 / 0)
+    assert doctor.main() == 1
+    assert capsys.readouterr().out.count("FAILED, ZeroDivisionError: division by zero") == 1
 
 
 def test_a_hang_ends(monkeypatch):
@@ -144,7 +153,9 @@ def test_memory_of_a_gpu(on_hopper):
     lines = list(doctor.memory(settings))
     assert "XLA_PYTHON_CLIENT_PREALLOCATE: not set (JAX: true)" in lines
     assert "JAX takes 0.75 of the GPU" in lines[-1]
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in lines[-1]
+    assert "XLA_CLIENT_MEM_FRACTION" in lines[-1]
+    lines = list(doctor.memory(settings | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}))
+    assert "JAX takes 0.3 of the GPU" in lines[-1]
     lines = list(doctor.memory(settings | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))
     assert "set_per_process_memory_fraction" in lines[-1]
 
@@ -183,6 +194,6 @@ def test_a_report_on_a_gpu():
                               capture_output=True, timeout=200)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
-    assert sum(": right (" in line for line in lines) == 6, done.stdout
+    assert sum(": right (" in line for line in lines) == 7, done.stdout
     assert any(line.startswith("JAX: gpu 0") for line in lines)
     assert "decode native_decode: available" in lines
