@@ -260,7 +260,9 @@ def _rebuilt(
     return _Kernel(Binding(name, function, values, 0, owned=owned, build=build), order)
 
 
-MAKERS["launch"] = lambda *recipe: Handler(_rebuilt(*recipe).launch)
+MAKERS["launch"] = lambda device, name, build, order, arguments, owned: Handler(
+    _rebuilt(device, name, build, order, arguments, owned).launch
+)
 
 
 def _register_kernel(name: str, kernel: _Kernel) -> None:

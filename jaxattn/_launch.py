@@ -237,6 +237,11 @@ def _call_kernel(
     module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
 ) -> tuple[jax.Array, ...]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
+    if not isinstance(problem.batch + problem.num_rows + problem.pages_per_seq, int):
+        raise NotImplementedError(
+            f"jaxattn.{problem.phase} on a GPU needs shapes of known numbers, got a batch of "
+            f"{problem.batch}: jax.export takes one program for each shape"
+        )
     results = dict(out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
     if problem.return_lse:
         results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)

@@ -14,13 +14,16 @@ from .qsa import _run
 def export(function: Any) -> Callable[..., jax.export.Exported]:
     """jax.export.export of a jitted function, with jaxattn's calls allowed in it.
 
+    Symbolic shapes (jax.export.symbolic_shape) work on a CPU.
+
     Args:
         function: of jax.jit; its calls may be any of jaxattn's.
 
     Returns:
         A function of the arguments (arrays or jax.ShapeDtypeStruct) that returns a
         jax.export.Exported; its `serialize()` gives the bytes for `deserialize`. It holds no
-        kernels but Triton's: others are built where it is read, or found built.
+        kernels but Triton's: others are built where it is read, or found built. Bytes need the
+        package flatbuffers.
 
     Raises:
         ValueError: the program has a call that no other process can make: QSA with via="dlpack".

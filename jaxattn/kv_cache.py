@@ -95,8 +95,6 @@ def _is_traced(array: Any) -> bool:
 def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
     # On a CPU, XLA converts a whole cache of another dtype to scatter into it, and back.
     scattered = _device.environment().capability or arrays.key_cache.dtype in SCATTERED_ON_CPU
-    if debug.ENABLED and scattered:
-        arrays = _checked(problem, arrays)
     call = functools.partial(_scatter if scattered else _append_call, problem)
     call = _launch.refuse_vmap("append_kv", call, "put the caches in one pool, or use jax.lax.scan")
     return _launch.inference_only("append_kv", call)(arrays, scales)
@@ -104,6 +102,8 @@ def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple
 
 def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
     """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
+    if debug.ENABLED:
+        arrays = _checked(problem, arrays)
     num_pages = arrays.key_cache.shape[0]
     places = arrays.positions if arrays.slots is None else arrays.slots
     page, offset = places // problem.page_size, places % problem.page_size

@@ -18,9 +18,6 @@ class Operand:
     name: str
     swap: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.name}~" if self.swap else self.name
-
 
 @dataclass(frozen=True)
 class Size:
@@ -29,9 +26,6 @@ class Size:
     name: str
     axis: int
     times: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.axis}]*{self.times}"
 
 
 @dataclass(frozen=True)
@@ -42,18 +36,12 @@ class Part:
     start: int
     length: int
 
-    def __str__(self) -> str:
-        return f"{self.name}[{self.start}:+{self.length}]"
-
 
 @dataclass(frozen=True)
 class Scalar:
     """A scale, by name: upstream takes a number and an optional tensor that overrides it."""
 
     name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)

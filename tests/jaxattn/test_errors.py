@@ -1,5 +1,6 @@
 """Every message of jaxattn: what triggers it, and what it says."""
 
+import dataclasses
 import re
 import types
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 import jaxattn
-from jaxattn import _ffi, export
+from jaxattn import _ffi, _launch, export
 from tests import errors
+from torch_core import dispatch
 
 
 def to_array(array: np.ndarray) -> Any:
@@ -83,6 +85,14 @@ def program_for_two_platforms():
     export.prepare(types.SimpleNamespace(mlir_module=lambda: text, platforms=("cpu", "cuda")))
 
 
+def symbolic_batch_on_a_gpu():
+    (batch,) = jax.export.symbolic_shape("b")
+    problem = dispatch.describe_call("decode", num_qo_heads=1, num_kv_heads=1, head_dim=64,
+                                     page_size=16)  # fmt: skip
+    problem = dataclasses.replace(problem, batch=batch, num_rows=batch)
+    _launch._call_kernel(None, problem, "xqa", dispatch.AttentionInputs(*[None] * 5), {})
+
+
 OTHER_GPU = "jaxattn.kernel((90, 7, '0.1'), 'backends.xqa', (), (), (), False)"
 # name, trigger, error, start of the message
 OWN = [
@@ -113,6 +123,9 @@ OWN = [
     ("full_table", full_table, RuntimeError,
      "jaxattn cannot register 'one too many': the process has used all 1024 entries of "
      "jax-tvm-ffi's handler table"),
+    ("export_symbolic", symbolic_batch_on_a_gpu, NotImplementedError,
+     "jaxattn.decode on a GPU needs shapes of known numbers, got a batch of b: jax.export takes "
+     "one program for each shape"),
     ("export_dlpack", exported_by_dlpack, ValueError,
      "a program with QSA calls of via='dlpack' cannot be exported: its kernels are launched by "
      "this process. Use via='triton'"),
@@ -179,8 +192,9 @@ def test_a_call_after_an_error_works(function):
 
 
 def test_every_raise_is_triggered():
-    """No `raise` of the sources lacks a row in the tables; those of qsa have their own tests."""
+    """No `raise` of the sources lacks a row in the tables; some files have tests of their own."""
     early = [wrong for wrong in errors.SHARED if not wrong.at_run_time]
     triggers = [lambda wrong=wrong: wrong.run(FRONT) for wrong in early]
     missing = errors.uncovered(jaxattn, triggers + [row[1] for row in OWN])
-    assert [place for place in missing if not place.startswith(("qsa/", "_triton.py"))] == []
+    others = ("qsa/", "_triton.py", "doctor.py")
+    assert [place for place in missing if not place.startswith(others)] == []

@@ -110,6 +110,24 @@ def test_fresh_process(tmp_path):
     assert said.count("right") == len(PROGRAMS)
 
 
+@pytest.mark.parametrize("name", ["plain", "decode"])
+def test_symbolic_batch(name):
+    """One program for every batch on a CPU."""
+    (batch,) = jax.export.symbolic_shape("b")
+    function, (arrays,) = PROGRAMS[name]()
+    rows = ("query", "page_table", "seq_lens")
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (batch, *array.shape[1:]) if name in rows else array.shape, array.dtype
+        )
+        for name, array in arrays.items()
+    }
+    exported = export.export(function)(shapes)
+    for count in (1, 2):
+        part = {n: x[:count] if n in rows else x for n, x in arrays.items()}
+        np.testing.assert_allclose(exported.call(part), function(arrays)[:count], rtol=1e-5)
+
+
 def test_jax_export_alone_is_refused():
     """Before anything is written, by the name of the call."""
     function, arguments = PROGRAMS["prefill"]()
