@@ -1,5 +1,6 @@
 """Paged attention for JAX: pure functions over torch_core's kernels, without copies."""
 
+from . import export as export
 from . import paging as paging
 from . import qsa as qsa
 from . import speculative as speculative

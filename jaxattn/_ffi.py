@@ -4,14 +4,24 @@ The only importer of jax_tvm_ffi. A target has no attributes (they leak in jax-t
 missing one crashes): what changes between calls travels in operands, and the rest is in the
 target's name. Operand and result layouts are row-major, the default of `jax.ffi.ffi_call`:
 jax_tvm_ffi reports row-major strides whatever the layout is.
+
+The name of a made target is all that it takes to make it: a kind and literals. So a program that
+was exported in one process runs in another (see `restore`).
 """
 
+import ast
+import atexit
+import contextlib
+import dataclasses
 import functools
+import importlib
+import inspect
 import logging
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax_tvm_ffi
@@ -21,13 +31,14 @@ import tvm_ffi
 import tvm_ffi.cpp
 
 import torch_core.binding
-from torch_core import build
+from torch_core import build, dispatch
 from torch_core.binding import Binding, Operand, Part, Scalar, Size
 
 from . import _device
 
 # The handler table of jax-tvm-ffi holds this many entries for the whole process.
 MAX_TARGETS = 1024
+PREFIX = "jaxattn."
 
 logger = logging.getLogger("jaxattn")
 
@@ -35,6 +46,55 @@ _lock = threading.Lock()
 _registered: set[tuple[str, str]] = set()
 # How often Python ran inside an XLA program: tests assert that a compiled kernel never adds to it.
 python_calls = 0
+
+
+class Handler(NamedTuple):
+    """What a made target runs; the fields are arguments of `call`."""
+
+    function: Callable[..., None]
+    on_host: Collection[int] = ()
+
+
+# Kind of a made target -> what makes its handler from literals. Programs keep these names: a kind
+# that comes to mean something else gets another one.
+MAKERS: dict[str, Callable[..., Handler]] = {}
+
+
+def call_made(
+    kind: str,
+    recipe: tuple,
+    operands: Sequence[jax.Array | np.ndarray],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: dict[int, int] | None = None,
+    platform: str = "cpu",
+) -> Sequence[jax.Array]:
+    """`call` of `MAKERS[kind](*recipe)`."""
+    function, on_host = MAKERS[kind](*recipe)
+    name = f"{PREFIX}{kind}{recipe!r}"
+    return call(
+        name, function, operands, results, aliases=aliases, platform=platform, on_host=on_host
+    )
+
+
+def restore(name: str, platform: str) -> None:
+    """Registers a made target by its name alone. ValueError or ImportError where it cannot."""
+    if (name, platform) in _registered:
+        return
+    kind, bracket, recipe = name.removeprefix(PREFIX).partition("(")
+    try:
+        arguments = ast.literal_eval(bracket + recipe)
+        make = _rebuilt if kind == "kernel" else MAKERS[kind]
+        inspect.signature(make).bind(*arguments)
+    except (KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the program calls {name!r}, which this version of jaxattn cannot make"
+        ) from error
+    made = make(*arguments)
+    if isinstance(made, _Kernel):
+        _register_kernel(name, made)
+    else:
+        _register_python(name, *made, platform=platform)
 
 
 def call(
@@ -63,7 +123,18 @@ def call(
             records, not in every step, so all it may do is launch kernels that are loaded already:
             no memory from torch, no copy from the host, no synchronisation, no state.
     """
+    _register_python(name, function, on_host, platform=platform, captured=captured)
+    return custom_call(name, operands, results, aliases)
 
+
+def _register_python(
+    name: str,
+    function: Callable[..., None],
+    on_host: Collection[int],
+    *,
+    platform: str,
+    captured: bool = False,
+) -> None:
     def callback(stream: int, *buffers: tvm_ffi.Tensor) -> None:
         global python_calls
         python_calls += 1
@@ -78,7 +149,28 @@ def call(
 
     order = ["ctx.stream", "args", "rets"]
     _register(name, platform, lambda: callback, order, owned=True, captured=captured)
-    return custom_call(name, operands, results, aliases)
+    _finish_at_exit(platform)
+
+
+@functools.cache
+def _finish_at_exit(platform: str) -> None:
+    """Lets dispatched programs end before Python does: a callback that came later would abort the
+    process. Programs of one thread run in order; what other threads left is waited for as far as
+    its results or its callbacks are seen."""
+
+    def finish() -> None:
+        with contextlib.suppress(Exception):  # of a program, or of a device that is lost
+            for device in jax.local_devices(backend=platform):
+                # A loop, as what is cheap runs at once and not in order.
+                wait = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x @ x, x))
+                jax.block_until_ready(wait(jax.device_put(np.ones((2, 2), np.float32), device)))
+            jax.block_until_ready(jax.live_arrays(platform))
+        seen = -1
+        while seen != python_calls:
+            seen = python_calls
+            time.sleep(0.02)
+
+    atexit.register(finish)
 
 
 def _tensor(buffer: tvm_ffi.Tensor) -> torch.Tensor:
@@ -106,28 +198,80 @@ def call_kernel(
         for operand, result in (aliases or {}).items()
     }
     arrays, kinds = list(operands.values()), list(results.values())
-    # What tells this target from others: the kernel, its constants and the order of its tensors.
-    name = f"jaxattn.{binding.name}({','.join(order)})({','.join(map(str, binding.arguments))})"
-    if adapter() is None:
-
-        def launch(*tensors: torch.Tensor) -> None:
-            torch_core.binding.launch(binding, dict(zip(order, tensors, strict=True)))
-
-        values = call(f"{name} by Python", launch, arrays, kinds, aliases=indices, platform="gpu")
+    kernel = _Kernel(binding, tuple(order))
+    kind = "launch" if adapter() is None else "kernel"
+    name = f"{PREFIX}{kind}{kernel.recipe()!r}"
+    if kind == "launch":
+        _register_python(name, kernel.launch, (), platform="gpu")
     else:
-        _register(
-            name,
-            "gpu",
-            lambda: _adapted(binding, order),
-            ["args", "rets"],
-            captured=True,
-            owned=binding.owned,
-        )
-        values = custom_call(name, arrays, kinds, indices)
+        _register_kernel(name, kernel)
+    values = custom_call(name, arrays, kinds, indices)
     return dict(zip(results, values, strict=True))
 
 
-def _adapted(binding: Binding, order: list[str]) -> tvm_ffi.Function:
+class _Kernel(NamedTuple):
+    """A bound kernel and the order of a call's operands and results."""
+
+    binding: Binding
+    order: tuple[str, ...]
+
+    def recipe(self) -> tuple:
+        """What `_rebuilt` takes. The device is part of it: sizes of scratch and plan follow from
+        its multiprocessors."""
+        binding = self.binding
+        arguments = tuple(
+            (type(argument).__name__, *dataclasses.astuple(argument))
+            if isinstance(argument, tuple(_ARGUMENTS.values()))
+            else ("constant", argument)
+            for argument in binding.arguments
+        )
+        return (_here(), binding.name, binding.build, self.order, arguments, binding.owned)
+
+    def launch(self, *tensors: torch.Tensor) -> None:
+        torch_core.binding.launch(self.binding, dict(zip(self.order, tensors, strict=True)))
+
+
+_ARGUMENTS = {kind.__name__: kind for kind in (Operand, Size, Part, Scalar)}
+
+
+def _here() -> tuple[int, int, str]:
+    """Capability, multiprocessors and version of FlashInfer, which kernels depend on."""
+    capability = _device.environment().capability
+    return capability, _device.multiprocessors(), dispatch.version("flashinfer-python")
+
+
+def _rebuilt(
+    device: tuple, name: str, build: tuple, order: tuple, arguments: tuple, owned: bool
+) -> _Kernel:
+    """Undoes `_Kernel.recipe`, on the same kind of device."""
+    if device != _here():
+        wanted, here = (
+            f"capability {capability}, {count} multiprocessors and FlashInfer {version or 'none'}"
+            for capability, count, version in (device, _here())
+        )
+        raise ValueError(f"the program was exported for {wanted}; this process has {here}")
+    module = {kernel.module: kernel for kernel in dispatch.TABLE}[name].module
+    function = importlib.import_module(f"torch_core.{module}").function(*build)
+    values = tuple(
+        _ARGUMENTS[kind](*fields) if kind in _ARGUMENTS else fields[0]
+        for kind, *fields in arguments
+    )
+    # Scratch and semaphores are operands of the program already.
+    return _Kernel(Binding(name, function, values, 0, owned=owned, build=build), order)
+
+
+MAKERS["launch"] = lambda device, name, build, order, arguments, owned: Handler(
+    _rebuilt(device, name, build, order, arguments, owned).launch
+)
+
+
+def _register_kernel(name: str, kernel: _Kernel) -> None:
+    binding, order = kernel
+    make = functools.partial(_adapted, binding, order)
+    _register(name, "gpu", make, ["args", "rets"], captured=True, owned=binding.owned)
+
+
+def _adapted(binding: Binding, order: tuple[str, ...]) -> tvm_ffi.Function:
     """The kernel as a function of the call's operands and results, in XLA's order."""
     spec: list[int] = []
     constants: list[Any] = []

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_core import dispatch
+from torch_core import debug, dispatch, reference
 from torch_core.binding import Ops
 from torch_core.problem import (
     DESCRIBE,
@@ -268,23 +268,42 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
                 lambda: _call(problem, "reference", arrays, scales)[0],
             ),
         )
+    if debug.ENABLED and backend != "reference":
+        arrays = _checked(problem, arrays, scales)
     module = dispatch.load(dispatch.find(problem.phase, backend))
     if hasattr(module, "bind"):
         return _call_kernel(module, problem, backend, arrays, scales)
-    names = [name for name, array in arrays._asdict().items() if array is not None]
-    integers, soft_cap = pack_options(static_options(problem))
-    floats = jnp.stack([np.float32(soft_cap), *(scales[name] for name in SCALES)])
-    bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
-    header = jnp.concatenate([np.array(integers, np.int32), bits])
-    operands = [header, *(getattr(arrays, name) for name in names)]
+    names, operands = _operands(problem, arrays, scales)
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
-    target = f"jaxattn.{problem.phase}.{backend}({','.join(names)})->{len(results)}"
-    function = functools.partial(_run, problem.phase, backend, names)
-    platform = "gpu" if _device.environment().capability else "cpu"
-    on_host = {0, *(1 + names.index(name) for name in INTEGERS if name in names)}
-    return tuple(_ffi.call(target, function, operands, results, platform=platform, on_host=on_host))
+    recipe = (backend, names, len(results))
+    return tuple(_ffi.call_made(problem.phase, recipe, operands, results, platform=_platform()))
+
+
+def _checked(problem: AttentionProblem, arrays: AttentionInputs, scales: dict) -> AttentionInputs:
+    """The arrays, after a check of lengths, offsets and page ids that fails the program. Every
+    kernel takes the page table, and so is launched after it."""
+    names, operands = _operands(problem, arrays, scales)
+    table = jax.ShapeDtypeStruct(arrays.page_table.shape, jnp.int32)
+    recipe = (problem.phase, names)
+    (checked,) = _ffi.call_made("check", recipe, operands, [table], platform=_platform())
+    return arrays._replace(page_table=checked)
+
+
+def _platform() -> str:
+    return "gpu" if _device.environment().capability else "cpu"
+
+
+def _operands(problem: AttentionProblem, arrays: AttentionInputs, scales: dict) -> tuple:
+    """What `_described` takes: the names of the arrays; static arguments and scales as one int32
+    operand, and the arrays."""
+    names = tuple(name for name, array in arrays._asdict().items() if array is not None)
+    integers, soft_cap = pack_options(static_options(problem))
+    floats = jnp.stack([np.float32(soft_cap), *(scales.get(name, 1) for name in SCALES)])
+    bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
+    header = jnp.concatenate([np.array(integers, np.int32), bits])
+    return names, [header, *(getattr(arrays, name) for name in names)]
 
 
 _OPS = Ops(
@@ -305,6 +324,11 @@ def _call_kernel(
     module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
 ) -> tuple[jax.Array, ...]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
+    if not isinstance(problem.batch + problem.num_rows + problem.pages_per_seq, int):
+        raise NotImplementedError(
+            f"jaxattn.{problem.phase} on a GPU needs shapes of known numbers, got a batch of "
+            f"{problem.batch}: jax.export takes one program for each shape"
+        )
     results = dict(out=jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype)))
     if problem.return_lse:
         results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)
@@ -345,23 +369,47 @@ def static_options(problem: AttentionProblem) -> dict[str, Any]:
     return {name: getattr(problem, name) for name in names}
 
 
-def _run(phase: str, backend: str, names: list[str], *tensors: Any) -> None:
+def _run(phase: str, backend: str, names: tuple[str, ...], *tensors: Any) -> None:
     """The other side of `_call`, on torch tensors."""
+    problem, inputs, results = _received(phase, names, tensors)
+    module = dispatch.load(dispatch.find(phase, backend))
+    out, lse = results if problem.return_lse else (*results, None)
+    module.run(problem, inputs, out, lse, backend)
+
+
+def _check(phase: str, names: tuple[str, ...], *tensors: Any) -> None:
+    """The other side of `_checked`."""
+    problem, inputs, (checked,) = _received(phase, names, tensors)
+    reference.check(problem, inputs)
+    checked.copy_(inputs.page_table)
+
+
+def _received(phase: str, names: tuple[str, ...], tensors: tuple) -> tuple[Any, Any, tuple]:
+    """Problem, inputs and results of a call that was checked when it was traced."""
     header, *rest = tensors
     arrays, results = rest[: len(names)], rest[len(names) :]
     header = header if isinstance(header, np.ndarray) else header.cpu().numpy()
     described = tuple((x.shape, x.dtype) for x in arrays)
     fixed, scales = header[: -len(SCALES)], header[-len(SCALES) :].view(np.float32).tolist()
-    problem = _described(phase, tuple(names), described, fixed.tobytes())
+    problem = _described(phase, names, described, fixed.tobytes())
     inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales, strict=True))
-    module = dispatch.load(dispatch.find(phase, backend))
-    out, lse = results if problem.return_lse else (*results, None)
-    module.run(problem, AttentionInputs(**inputs), out, lse, backend)
+    return problem, AttentionInputs(**inputs), tuple(results)
+
+
+def _handler(phase: str, backend: str, names: tuple[str, ...], num_results: int) -> _ffi.Handler:
+    on_host = {0, *(1 + names.index(name) for name in INTEGERS if name in names)}
+    return _ffi.Handler(functools.partial(_run, phase, backend, names), on_host)
+
+
+_ffi.MAKERS["decode"] = functools.partial(_handler, "decode")
+_ffi.MAKERS["prefill"] = functools.partial(_handler, "prefill")
+_ffi.MAKERS["check"] = lambda phase, names: _ffi.Handler(
+    functools.partial(_check, phase, names), (0,)
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def _described(phase: str, names: tuple, arrays: tuple, header: bytes) -> Any:
-    """The problem of a call that was checked when it was traced."""
     *integers, soft_cap = np.frombuffer(header, np.int32)
     specs = {name: dispatch.Spec(*spec) for name, spec in zip(names, arrays, strict=True)}
     options = unpack_options(phase, list(map(int, integers)), float(soft_cap.view(np.float32)))

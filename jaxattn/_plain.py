@@ -24,6 +24,7 @@ def suits(problem: AttentionProblem) -> bool:
         and problem.soft_cap is None
         and problem.kv_dtype == problem.query_dtype == "float32"
         and not (problem.sinks or problem.return_lse or problem.batch_invariant)
+        and isinstance(tokens, int)  # not a symbol of jax.export
         and 0 < tokens * problem.num_kv_heads * problem.head_dim <= MAX_ELEMENTS
         and problem.num_pages > 0
     )

@@ -10,7 +10,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Float, Float32, Int32, Shaped
 
-from torch_core import reference
+from torch_core import debug, dispatch, reference
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
 from . import _device, _ffi, _launch, sharding
@@ -149,6 +149,8 @@ def _places(problem: AppendProblem, arrays: AppendInputs) -> tuple[Array, Array]
 
 def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
     """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
+    if debug.ENABLED:
+        arrays = _checked(problem, arrays)
     page, offset = _places(problem, arrays)
     # What lies past the end is dropped.
     page = jnp.where(page < 0, arrays.key_cache.shape[0], page)
@@ -165,18 +167,21 @@ def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> 
     names = [name for name, array in arrays._asdict().items() if array is not None]
     factors = jnp.stack([np.float32(1) if scale is None else scale for scale in scales])
     caches = (arrays.key_cache, arrays.value_cache)
+    recipe = (tuple(names), problem.kv_layout)
+    results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches]
+    aliases = {names.index("key_cache"): 0, names.index("value_cache"): 1}
     return tuple(
-        _ffi.call(
-            f"jaxattn.append_kv({','.join(names)},{problem.kv_layout})",
-            functools.partial(_run, problem.kv_layout, names),
+        _ffi.call_made(
+            "append_kv",
+            recipe,
             [*(getattr(arrays, name) for name in names), factors],
-            [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
-            aliases={names.index("key_cache"): 0, names.index("value_cache"): 1},
+            results,
+            aliases=aliases,
         )
     )
 
 
-def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
+def _run(names: tuple[str, ...], kv_layout: str, *tensors: Any) -> None:
     """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
     *arrays, scales, key_cache, value_cache = tensors
     inputs = dict(zip(names, arrays, strict=True))
@@ -184,6 +189,43 @@ def _run(kv_layout: str, names: list[str], *tensors: Any) -> None:
     k_scale, v_scale = scales.tolist()
     problem = AppendProblem(key_cache.shape[1 if kv_layout == "NHD" else 2], kv_layout)
     reference.append(problem, AppendInputs(**inputs, k_scale=k_scale, v_scale=v_scale))
+
+
+def _checked(problem: AppendProblem, arrays: AppendInputs) -> AppendInputs:
+    """The arrays, after a check of the places that fails the program."""
+    names = tuple(name for name in PLACES if getattr(arrays, name) is not None)
+    wanted = "positions" if arrays.slots is None else "slots"
+    places = getattr(arrays, wanted)
+    (checked,) = _ffi.call_made(
+        "check_append",
+        (names, wanted),
+        [
+            np.array([arrays.key_cache.shape[0], problem.page_size], np.int32),
+            *(getattr(arrays, name) for name in names),
+        ],
+        [jax.ShapeDtypeStruct(places.shape, jnp.int32)],
+        platform="gpu" if _device.environment().capability else "cpu",
+    )
+    return arrays._replace(**{wanted: checked})
+
+
+def _check(names: tuple[str, ...], wanted: str, sizes: Any, *tensors: Any) -> None:
+    """The other side of `_checked`."""
+    num_pages, page_size = sizes.tolist()
+    *arrays, checked = tensors
+    places = dict(zip(names, arrays, strict=True))
+    cache = dispatch.Spec((num_pages,), "")
+    inputs = AppendInputs(None, None, key_cache=cache, value_cache=cache, **places)
+    reference.places(AppendProblem(page_size, "NHD"), inputs)
+    checked.copy_(places[wanted])
+
+
+_ffi.MAKERS["append_kv"] = lambda names, kv_layout: _ffi.Handler(
+    functools.partial(_run, names, kv_layout)
+)
+_ffi.MAKERS["check_append"] = lambda names, wanted: _ffi.Handler(
+    functools.partial(_check, names, wanted)
+)
 
 
 def _to_cache(rows: Array, dtype: Any, scale: Array | None) -> Array:

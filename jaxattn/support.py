@@ -1,11 +1,12 @@
 """Which kernel a call gets on JAX's device."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch_core
 from torch_core import dispatch
-from torch_core.warmup import build
+from torch_core.warmup import PHASES, Task, run, tasks
 
 from . import _device, _ffi
 
@@ -23,8 +24,16 @@ def supported(phase: str, *, capability: int | None = None, **arguments: Any) ->
 
 
 @functools.wraps(torch_core.warmup)
-def warmup(phase: str, **arguments: Any) -> str:
+def warmup(
+    phase: str | Sequence[str] = PHASES,
+    *,
+    jobs: int | None = None,
+    progress: bool = False,
+    **limits: Any,
+) -> tuple[str, ...]:
     environment = _device.environment()
+    # XLA's own scatter writes here, so that append_kv compiles nothing of ours.
+    wanted = tasks(environment, phase, limits, _device.gpus(), append=False)
     if environment.capability:
-        _ffi.adapter()
-    return build(environment, _device.multiprocessors(), _device.gpus(), phase, **arguments)
+        wanted.append(Task("adapter", "the C++ adapter of the bridge", _ffi.adapter, None, 10))
+    return run(wanted, jobs=jobs, progress=progress)

@@ -18,9 +18,6 @@ class Operand:
     name: str
     swap: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.name}~" if self.swap else self.name
-
 
 @dataclass(frozen=True)
 class Size:
@@ -29,9 +26,6 @@ class Size:
     name: str
     axis: int
     times: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.axis}]*{self.times}"
 
 
 @dataclass(frozen=True)
@@ -42,9 +36,6 @@ class Part:
     start: int
     length: int
 
-    def __str__(self) -> str:
-        return f"{self.name}[{self.start}:+{self.length}]"
-
 
 @dataclass(frozen=True)
 class Scalar:
@@ -52,18 +43,15 @@ class Scalar:
 
     name: str
 
-    def __str__(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True)
 class Binding:
     """A compiled function, which may be a build.PerDevice, and, in its own order, what each
-    argument is: an Operand, a Size, a Part, a Scalar or a constant. `scratch` bytes need no initial
-    value; `semaphores` are 32-bit zeros, left zero, and belong to one launch at a time; `lse_unit`
-    is that of the kernel's lse in natural logarithms. `sinks_after`: the kernel knows no sinks, and
-    the result is corrected by way of its lse. `owned`: the function asks for tensors that it could
-    keep."""
+    argument is: an Operand, a Size, a Part, a Scalar or a constant. `name` is that of its module,
+    whose `function(*build)` it is. `scratch` bytes need no initial value; `semaphores` are 32-bit
+    zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
+    natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
+    of its lse. `owned`: the function asks for tensors that it could keep."""
 
     name: str
     function: Any
@@ -73,6 +61,7 @@ class Binding:
     lse_unit: float = 1.0
     sinks_after: bool = False
     owned: bool = False
+    build: tuple = ()
 
 
 CACHES = ("key_cache", "value_cache")

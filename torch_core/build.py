@@ -4,12 +4,22 @@ import functools
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 logger = logging.getLogger("torch_core")
+
+
+class Source(NamedTuple):
+    """A FlashInfer module: its JIT spec, its name for people, and how long nvcc takes for it on 16
+    cores."""
+
+    spec: Any
+    label: str
+    seconds: int
 
 
 def load(spec: Any, label: str, seconds: int) -> Any:
@@ -21,8 +31,17 @@ def load(spec: Any, label: str, seconds: int) -> Any:
             label,
             seconds,
         )
+    return _readable(label, spec.build_and_load)
+
+
+def make(spec: Any, label: str, seconds: int) -> None:
+    """Builds a module without loading it: that needs no GPU."""
+    _readable(label, functools.partial(spec.build, need_lock=True))
+
+
+def _readable(label: str, work: Callable[[], Any]) -> Any:
     try:
-        return spec.build_and_load()
+        return work()
     except Exception as error:
         raise RuntimeError(
             f"torch_core could not build {label}: {_reason(error)}. It needs nvcc of the CUDA "
@@ -36,9 +55,9 @@ class PerDevice:
     XQA sets up its kernel while it is loaded, for the current device only. So where a process has
     several GPUs, each gets a copy of the library, which starts with initial values of its own."""
 
-    def __init__(self, spec: Any, label: str, seconds: int, function: str) -> None:
-        self._module = functools.partial(load, spec, label, seconds)
-        self._spec = spec
+    def __init__(self, source: Source, function: str) -> None:
+        self._module = functools.partial(load, *source)
+        self._spec = source.spec
         self._function = function
         self.on = functools.cache(self._on)
 

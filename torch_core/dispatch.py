@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 from dataclasses import dataclass
@@ -178,6 +179,15 @@ def require_plan(plan: Any, problem: AttentionProblem, sm_count: int, kernel: Ke
             f"plan must be int32 [{wanted}], made by plan_prefill for a call of these shapes and "
             f"options ({kernel.name}), got [{plan.shape[0]}]"
         )
+
+
+@functools.cache
+def version(distribution: str) -> str:
+    """The installed version of a distribution, "" without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from . import dispatch, launch, reference
+from . import debug, dispatch, launch, reference
 from .decode import Scale
 from .problem import AppendInputs, describe_append, describe_merge
 
@@ -69,6 +69,7 @@ def append_kv(
     else:
         _require_own_memory(key_cache, value_cache)
         with torch.no_grad():
+            debug.check(lambda: reference.places(problem, inputs))
             _append(inputs)(problem, inputs)
     return key_cache, value_cache
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import binding, dispatch
+from . import binding, debug, dispatch, reference
 from .problem import (
     DESCRIBE,
     SCALES,
@@ -41,6 +41,7 @@ def attend(
     dispatch.require_plan(inputs.plan, problem, dispatch.sm_count(device), kernel)
     result, lse = _outputs(problem, device, out)
     with torch.no_grad():
+        debug.check(lambda: reference.check(problem, inputs))
         if hasattr(module, "bind"):
             _require_strides(inputs)
             scales = {name: _float32(getattr(inputs, name)) for name in SCALES}

@@ -45,6 +45,13 @@ def evaluate(
     return out, lse
 
 
+def check(problem: AttentionProblem, inputs: AttentionInputs) -> None:
+    """ValueError where lengths, offsets or the page ids that they use are out of range."""
+    _used_pages(problem, inputs, inputs.seq_lens.tolist())
+    if inputs.cu_seqlens_q is not None:
+        _check_offsets(problem, inputs.cu_seqlens_q.tolist())
+
+
 def run(
     problem: AttentionProblem,
     inputs: AttentionInputs,
@@ -262,7 +269,7 @@ def _used_pages(problem, inputs, lengths) -> np.ndarray:
     if shortest < 0 or longest > capacity:
         raise ValueError(
             f"seq_lens must be in [0, pages_per_seq * page_size = {capacity}], "
-            f"got {shortest} to {longest}"
+            f"got {shortest} to {longest}{_row(lengths, capacity)}"
         )
     count = -(-longest // problem.page_size)
     pages = _host(inputs.page_table)[:, :count]
@@ -270,8 +277,7 @@ def _used_pages(problem, inputs, lengths) -> np.ndarray:
         first = np.arange(count) * problem.page_size
         pages = np.where(first < np.array(lengths)[:, None], pages, 0)
     if pages.size:
-        low, high = int(pages.min()), int(pages.max())
-        _check_range("page_table", low, high, "num_pages", problem.num_pages)
+        _check_range("page_table", pages, "num_pages", problem.num_pages)
     return pages
 
 
@@ -290,13 +296,24 @@ def _check_offsets(problem, offsets) -> None:
     if max(counts, default=0) > problem.max_seqlen_q:
         raise ValueError(
             f"max_seqlen_q must be at least the longest query, {max(counts)}, "
-            f"got {problem.max_seqlen_q}"
+            f"got {problem.max_seqlen_q} (request {counts.index(max(counts))})"
         )
 
 
-def _check_range(name: str, low: int, high: int, bound: str, limit: int) -> None:
+def _check_range(name: str, values: Any, bound: str, limit: int, rows: Any = None) -> None:
+    """ValueError where a value is not in [0, limit). `rows`: of the values, where they are some."""
+    values = np.asarray(values)
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high >= limit:
-        raise ValueError(f"{name} must be in [0, {bound} = {limit}), got {low} to {high}")
+        row = _row(values, limit - 1, rows)
+        raise ValueError(f"{name} must be in [0, {bound} = {limit}), got {low} to {high}{row}")
+
+
+def _row(values: Any, most: int, rows: Any = None) -> str:
+    """Where the first value that is not in [0, most] stands."""
+    values = np.asarray(values)
+    row = int(np.argwhere((values < 0) | (values > most))[0][0])
+    return f" (row {row if rows is None else rows[row]})"
 
 
 def _empty_row_lse(inputs) -> torch.Tensor:
@@ -341,17 +358,17 @@ def places(problem: AppendProblem, inputs: AppendInputs) -> tuple[list[int], lis
     wanted = [wanted[row] for row in rows]
     if by_slot:
         limit = num_pages * page_size
-        _check_range("slots", min(wanted), max(wanted), "num_pages * page_size", limit)
+        _check_range("slots", wanted, "num_pages * page_size", limit, rows)
         return rows, wanted
     requests = rows
     if inputs.request_ids is not None:
         requests = inputs.request_ids[rows].tolist()
     batch, pages_per_seq = inputs.page_table.shape
-    _check_range("request_ids", min(requests), max(requests), "batch", batch)
+    _check_range("request_ids", requests, "batch", batch, rows)
     capacity = pages_per_seq * page_size
-    _check_range("positions", min(wanted), max(wanted), "pages_per_seq * page_size", capacity)
+    _check_range("positions", wanted, "pages_per_seq * page_size", capacity, rows)
     pages = inputs.page_table[requests, [place // page_size for place in wanted]].tolist()
-    _check_range("page_table", min(pages), max(pages), "num_pages", num_pages)
+    _check_range("page_table", pages, "num_pages", num_pages, rows)
     return rows, [p * page_size + w % page_size for p, w in zip(pages, wanted, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,18 @@ import numpy as np
 import torch
 
 import torch_core.qsa
-from torch_core import checks
+from torch_core import checks, debug
 from torch_core.qsa import launch
+from torch_core.qsa.api import check_tables
 from torch_core.qsa.launch import inputs_of, names_of
+from torch_core.qsa.metadata import host_split
 from torch_core.qsa.plan import Chain, Launch
 from torch_core.qsa.problem import METADATA
 
 from .. import _device, _ffi, _launch, _triton, sharding
 
 VIAS = ("auto", "dlpack", "triton")
+DLPACK = "qsa_by_dlpack"  # begins the names of targets that no other process can make
 FLOATS = ("eps", "sm_scale", "k_scale", "v_scale")
 Arrays = dict[str, Any]
 
@@ -82,13 +86,12 @@ class Reference:
         names, wanted = tuple(arrays), tuple(name for name, _, _ in self.results)
         header = np.array([number for _, number in self.numbers], np.float64).view(np.int32)
         numbers = tuple(name for name, _ in self.numbers)
-        values = _ffi.call(
-            f"jaxattn.qsa.{self.call}({','.join(names)})({','.join(numbers)})",
-            functools.partial(_reference, self.call, names, numbers, wanted, self.in_place),
+        values = _ffi.call_made(
+            "qsa",
+            (self.call, names, numbers, wanted, self.in_place),
             [header, *arrays.values()],
-            [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in self.results],
+            [_result(shape, dtype) for _, shape, dtype in self.results],
             aliases={1 + names.index(name): wanted.index(name) for name in self.in_place},
-            on_host=(0,),
         )
         return tuple(values)
 
@@ -199,6 +202,61 @@ def nested(arrays: Arrays) -> Arrays:
     return rest | dict(metadata=torch_core.qsa.Metadata(*(arrays[name] for name in METADATA)))
 
 
+_ffi.MAKERS["qsa"] = lambda call, names, numbers, wanted, in_place: _ffi.Handler(
+    functools.partial(_reference, call, names, numbers, wanted, in_place), (0,)
+)
+
+
+def _check_offsets(cu_seqlens_q: torch.Tensor, **counts: int) -> None:
+    host_split(cu_seqlens_q.tolist(), **counts, max_decode_query_len=1)
+
+
+def _check_tables(
+    cos: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    rotary_positions: torch.Tensor | None = None,
+    *,
+    compress_ratio: int,
+) -> None:
+    metadata = torch_core.qsa.Metadata(None, positions, None, slots)
+    check_tables(cos, metadata, rotary_positions, compress_ratio)
+
+
+CHECKS = {"build_metadata": _check_offsets, "compress": _check_tables}
+
+
+def checked(call: str, arrays: Arrays, **numbers: int) -> Arrays:
+    """The arrays; under JAXATTN_DEBUG=1 after a check of a call that launches kernels, which reads
+    `seq_lens`."""
+    if not debug.ENABLED:
+        return arrays
+    wanted = inspect.signature(CHECKS[call]).parameters
+    given = {name: arrays[name] for name in wanted if arrays.get(name) is not None}
+    lengths = arrays["seq_lens"]
+    (passed,) = _ffi.call_made(
+        "qsa_check",
+        (call, tuple(given), tuple(numbers)),
+        [np.array(list(numbers.values()), np.int32), *given.values(), lengths],
+        [_result(lengths.shape, "int32")],
+        platform="gpu" if _device.environment().capability else "cpu",
+    )
+    return arrays | dict(seq_lens=passed)
+
+
+def _check(call: str, names: tuple[str, ...], numbers: tuple[str, ...], *tensors: Any) -> None:
+    """The other side of `checked`."""
+    header, *arrays, lengths, passed = tensors
+    given = zip(names, arrays, strict=True), zip(numbers, header.tolist(), strict=True)
+    CHECKS[call](**dict(given[0]), **dict(given[1]))
+    passed.copy_(lengths)
+
+
+_ffi.MAKERS["qsa_check"] = lambda call, names, numbers: _ffi.Handler(
+    functools.partial(_check, call, names, numbers)
+)
+
+
 def _result(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -266,7 +324,7 @@ def _by_torch(piece: Chain, arrays: Arrays) -> Arrays:
         launch.run(piece, given, dict(zip(made, tensors[len(names) :], strict=True)))
 
     values = _ffi.call(
-        f"jaxattn.qsa.{_identity(piece, tuple(names))}",
+        f"jaxattn.{DLPACK}.{_identity(piece, tuple(names))}",
         launched,
         list(operands.values()),
         list(results.values()),

@@ -94,6 +94,8 @@ def compress(
     problem = describe.describe_compress(**arrays, **options, eps=eps)
     flat = _flat(arrays)
     way = _run.way(via)
+    if way != "reference":
+        flat = _run.checked("compress", flat, compress_ratio=problem.compress_ratio)
     new_ring, new_cache = _run.compute(
         _make_compress, "compress", flat, way=way, eps=problem.eps, **options
     )

@@ -83,6 +83,8 @@ def build_metadata(
         )
     counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
     problem = describe.describe_metadata(**arrays, **given, **counts)
+    if way != "reference":
+        arrays = _run.checked("build_metadata", arrays, num_rows=num_rows, **counts)
     metadata = Metadata(*_run.compute(_make, "build_metadata", arrays, way=way, **given, **counts))
     return metadata, split or split_of(problem)
 

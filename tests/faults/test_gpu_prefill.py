@@ -320,7 +320,7 @@ def test_r49_a_failed_build_is_a_readable_error(front, monkeypatch):
         raise RuntimeError(f"nvcc could not compile {configuration[0]}")
 
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_module", fails)
+        patch.setattr(native, "function", fails)
         native.bind.cache_clear()
         with pytest.raises(RuntimeError, match="nvcc could not compile fa3"):
             gpu.run(front, "prefill", arguments, backend=gpu.FA3.backend)

@@ -1,6 +1,8 @@
 """Every message of jaxattn: what triggers it, and what it says."""
 
+import dataclasses
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,8 +15,9 @@ import pytest
 import torch
 
 import jaxattn
-from jaxattn import _ffi
+from jaxattn import _ffi, _launch, export
 from tests import errors
+from torch_core import dispatch
 
 
 def to_array(array: np.ndarray) -> Any:
@@ -77,6 +80,30 @@ def split_caches(*spec: str | None):
     return call("decode", **caches)
 
 
+def exported_by_dlpack():
+    """QSA kernels that Python launches are this process's own."""
+
+    def call(x):
+        name = "jaxattn.qsa_by_dlpack.score"
+        return _ffi.call(name, lambda a, out: out.copy_(a), [x], [jax.typeof(x)])
+
+    export.export(jax.jit(call))(jnp.zeros(3))
+
+
+def program_for_two_platforms():
+    text = 'stablehlo.custom_call @"jaxattn.decode(1)"(%arg0)'
+    export.prepare(types.SimpleNamespace(mlir_module=lambda: text, platforms=("cpu", "cuda")))
+
+
+def symbolic_batch_on_a_gpu():
+    (batch,) = jax.export.symbolic_shape("b")
+    problem = dispatch.describe_call("decode", num_qo_heads=1, num_kv_heads=1, head_dim=64,
+                                     page_size=16)  # fmt: skip
+    problem = dataclasses.replace(problem, batch=batch, num_rows=batch)
+    _launch._call_kernel(None, problem, "xqa", dispatch.AttentionInputs(*[None] * 5), {})
+
+
+OTHER_GPU = "jaxattn.kernel((90, 7, '0.1'), 'backends.xqa', (), (), (), False)"
 # name, trigger, error, start of the message
 OWN = [
     ("torch_tensor", lambda: call("decode", page_table=torch.zeros(2, 3, dtype=torch.int32)),
@@ -112,6 +139,19 @@ OWN = [
     ("full_table", full_table, RuntimeError,
      "jaxattn cannot register 'one too many': the process has used all 1024 entries of "
      "jax-tvm-ffi's handler table"),
+    ("export_symbolic", symbolic_batch_on_a_gpu, NotImplementedError,
+     "jaxattn.decode on a GPU needs shapes of known numbers, got a batch of b: jax.export takes "
+     "one program for each shape"),
+    ("export_dlpack", exported_by_dlpack, ValueError,
+     "a program with QSA calls of via='dlpack' cannot be exported: its kernels are launched by "
+     "this process. Use via='triton'"),
+    ("export_platforms", program_for_two_platforms, ValueError,
+     "the program must be for one platform, got ('cpu', 'cuda')"),
+    ("export_version", lambda: _ffi.restore("jaxattn.attend(1)", "cpu"), ValueError,
+     "the program calls 'jaxattn.attend(1)', which this version of jaxattn cannot make"),
+    ("export_gpu", lambda: _ffi.restore(OTHER_GPU, "gpu"), ValueError,
+     "the program was exported for capability 90, 7 multiprocessors and FlashInfer 0.1; this "
+     "process has capability "),
     ("to_torch_numpy", lambda: jaxattn.to_torch(np.zeros(2)), TypeError,
      "array must be a concrete jax.Array, got ndarray"),
     ("to_torch_traced", lambda: jax.jit(jaxattn.to_torch)(jnp.zeros(2)), TypeError,
@@ -168,8 +208,9 @@ def test_a_call_after_an_error_works(function):
 
 
 def test_every_raise_is_triggered():
-    """No `raise` of the sources lacks a row in the tables; those of qsa have their own tests."""
+    """No `raise` of the sources lacks a row in the tables; some files have tests of their own."""
     early = [wrong for wrong in errors.SHARED if not wrong.at_run_time]
     triggers = [lambda wrong=wrong: wrong.run(FRONT) for wrong in early]
     missing = errors.uncovered(jaxattn, triggers + [row[1] for row in OWN])
-    assert [place for place in missing if not place.startswith(("qsa/", "_triton.py"))] == []
+    others = ("qsa/", "_triton.py", "doctor.py")
+    assert [place for place in missing if not place.startswith(others)] == []

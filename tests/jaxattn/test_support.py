@@ -14,4 +14,4 @@ def test_jax_on_a_cpu_beside_a_gpu_of_torch(monkeypatch):
         assert kernel is not None
         if kernel.name != "reference":  # JAX has a GPU here
             continue
-        assert jaxattn.warmup(phase, **GEOMETRY) == "reference"
+        assert jaxattn.warmup(phase, **GEOMETRY) == ("reference",)

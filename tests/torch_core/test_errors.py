@@ -146,10 +146,10 @@ def test_unchanged_calls_are_valid(function):
 
 
 def test_every_raise_is_triggered():
-    """No `raise` of the sources lacks a row in the tables; torch_core.qsa has its own."""
+    """No `raise` of the sources lacks a row in the tables; qsa and warmup have their own tests."""
     triggers = [lambda wrong=wrong: wrong.run(FRONT) for wrong in errors.SHARED]
     missing = errors.uncovered(torch_core, triggers + [row[1] for row in OWN])
-    assert [place for place in missing if not place.startswith("qsa/")] == []
+    assert [place for place in missing if not place.startswith(("qsa/", "warmup/"))] == []
 
 
 def test_the_count_sees_a_missing_row():

@@ -78,12 +78,9 @@ def plan_size(problem: Any, sm_count: int, kernel: str) -> int:
 def bind(problem: Any, sm_count: int, kernel: str, scaled: bool) -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors; `scaled`: with
     the operand score_scale."""
-    version = "fa3" if kernel == "native_prefill_fa3" else "fa2"
-    dtypes = [problem.query_dtype, problem.kv_dtype, problem.out_dtype]
-    window, capped = problem.window_left >= 0, problem.soft_cap is not None
     causal = problem.phase == "prefill" and problem.causal
     soft_cap, sm_scale = problem.soft_cap or 0.0, problem.head_dim**-0.5
-    if version == "fa3":
+    if kernel == "native_prefill_fa3":
         layout = native_plan.hopper(problem, sm_count)
         lists = (Operand("page_table"),) * 4  # the kernel reads the plan's own
         scratch = 16
@@ -100,8 +97,9 @@ def bind(problem: Any, sm_count: int, kernel: str, scaled: bool) -> Binding:
         scratch = max(layout.scratch, 16)
         rest = (*(None,) * 8, soft_cap, sm_scale, 1.0, 1.0, 0)
     return Binding(
-        name=f"{kernel} {dtypes} {problem.head_dim} {window} {capped}",
-        function=_module(version, *dtypes, problem.head_dim, window, capped).paged_run,
+        name="backends.native",
+        build=key(problem, kernel),
+        function=function(*key(problem, kernel)),
         arguments=(
             Operand("scratch"),
             Operand("plan"),
@@ -125,10 +123,18 @@ def bind(problem: Any, sm_count: int, kernel: str, scaled: bool) -> Binding:
     )
 
 
-@functools.cache
-def _module(
+def key(problem: Any, kernel: str) -> tuple:
+    """What a compiled kernel depends on."""
+    version = "fa3" if kernel == "native_prefill_fa3" else "fa2"
+    dtypes = (problem.query_dtype, problem.kv_dtype, problem.out_dtype)
+    window, capped = problem.window_left >= 0, problem.soft_cap is not None
+    return (version, *dtypes, problem.head_dim, window, capped)
+
+
+def source(
     version: str, query: str, cache: str, out: str, head_dim: int, window: bool, capped: bool
-) -> Any:
+) -> build.Source:
+    """What is built for a key."""
     from flashinfer.jit import gen_batch_prefill_module  # pyright: ignore[reportMissingImports]
 
     label = f"FlashInfer {version.upper()} ({query} over {cache}, head_dim {head_dim})"
@@ -138,4 +144,10 @@ def _module(
         version, *dtypes, torch.int32, head_dim, head_dim, no_rotary, window, capped,
         half_accumulation,
     )  # fmt: skip
-    return build.load(spec, label, 85 if version == "fa3" else 25)
+    return build.Source(spec, label, 85 if version == "fa3" else 25)
+
+
+@functools.cache
+def function(*key: Any) -> Any:
+    """The compiled kernel, built where it is not."""
+    return build.load(*source(*key)).paged_run

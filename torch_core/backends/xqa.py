@@ -111,8 +111,9 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
     row_bytes = 2 * 64 * math.ceil(problem.head_dim / 64) + 16
     swap = problem.kv_layout == "HND"
     return Binding(
-        name=f"xqa {' '.join(map(str, _build_arguments(problem)))}",
-        function=_function(*_build_arguments(problem)),
+        name="backends.xqa",
+        build=key(problem, kernel),
+        function=function(*key(problem, kernel)),
         arguments=(
             fast,
             told,
@@ -151,18 +152,28 @@ def _blocks_per_sm(problem: DecodeProblem, fast: bool) -> int:
     return 2 if problem.kv_dtype == "float8_e4m3fn" and problem.head_dim <= 128 else 1
 
 
-def _build_arguments(problem: DecodeProblem) -> tuple:
-    query, cache = getattr(torch, problem.query_dtype), getattr(torch, problem.kv_dtype)
+def key(problem: DecodeProblem, kernel: str) -> tuple:
+    """What a compiled kernel depends on."""
     window = problem.window_left >= 0
     head = (problem.page_size, problem.head_dim, problem.group_size)
-    return (query, cache, *head, window, query, problem.q_len)
+    return (problem.query_dtype, problem.kv_dtype, *head, window, problem.q_len)
+
+
+def source(
+    query: str, cache: str, page_size: int, head_dim: int, group_size: int, window: bool, q_len: int
+) -> build.Source:
+    """What is built for a key."""
+    from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportMissingImports]
+
+    label = f"FlashInfer XQA ({query} over {cache}, page_size {page_size}, head_dim {head_dim})"
+    dtype = getattr(torch, query)
+    spec = gen_xqa_module(
+        dtype, getattr(torch, cache), page_size, head_dim, group_size, window, dtype, q_len
+    )
+    return build.Source(spec, label, 10)
 
 
 @functools.cache
-def _function(*arguments: Any) -> build.PerDevice:
-    from flashinfer.jit.xqa import gen_xqa_module  # pyright: ignore[reportMissingImports]
-
-    query, cache, page_size, head_dim, *_ = arguments
-    label = f"FlashInfer XQA ({query} over {cache}, page_size {page_size}, head_dim {head_dim})"
-    label = label.replace("torch.", "")
-    return build.PerDevice(gen_xqa_module(*arguments), label, 10, "xqa_wrapper")
+def function(*key: Any) -> build.PerDevice:
+    """The kernel, built where it is not."""
+    return build.PerDevice(source(*key), "xqa_wrapper")

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from .. import checks
+from .. import checks, debug
 from ..decode import Scale
 from ..launch import require_no_grad, require_out, require_same_device
 from . import describe, launch, plan, plan_attend, plan_select, reference
@@ -126,17 +126,24 @@ def compress(
     _require_caches(ring=ring, compressed_cache=compressed_cache)
     with torch.no_grad():
         if not launch.uses_kernels(index_key):
-            places = rotary_positions
-            if places is None:
-                places = metadata.positions - (problem.compress_ratio - 1)
-            _check_places(cos, places[metadata.slots >= 0])
+            check_tables(cos, metadata, rotary_positions, problem.compress_ratio)
             reference.compress(
                 **arrays, **optional, compress_ratio=problem.compress_ratio, eps=problem.eps
             )
         else:
             require_compress(problem)
+            ratio = problem.compress_ratio
+            debug.check(lambda: check_tables(cos, metadata, rotary_positions, ratio))
             launch.run(plan.plan_compress(problem), flat)
     return ring, compressed_cache
+
+
+def check_tables(cos: Any, metadata: Metadata, rotary_positions: Any, compress_ratio: int) -> None:
+    """ValueError where a group that this step completes has no row in the rotary tables."""
+    places = rotary_positions
+    if places is None:
+        places = metadata.positions - (compress_ratio - 1)
+    _check_places(cos, places[metadata.slots >= 0])
 
 
 def _check_places(cos: Tensor, places: Tensor) -> None:

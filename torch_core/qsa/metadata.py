@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from .. import debug
 from ..launch import require_same_device
 from . import describe, launch, plan
 from .problem import METADATA, QSAProblem
@@ -162,6 +163,8 @@ def build_metadata(
     problem = describe.describe_metadata(
         **arrays, **given, num_decodes=num_decodes, decode_query_len=decode_query_len
     )
+    counts = (num_decodes, decode_query_len, max_decode_query_len)
+    debug.check(lambda: host_split(cu_seqlens_q.tolist(), num_rows, *counts))
     built = launch.run(plan.plan_metadata(problem), arrays)
     return Metadata(*(built[name] for name in METADATA)), split_of(problem)
 

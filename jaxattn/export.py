@@ -1,0 +1,84 @@
+"""jax.export of functions that call jaxattn: run in another process what this one traced."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from . import _ffi, _triton
+from .qsa import _run
+
+
+def export(function: Any) -> Callable[..., jax.export.Exported]:
+    """jax.export.export of a jitted function, with jaxattn's calls allowed in it.
+
+    Symbolic shapes (jax.export.symbolic_shape) work on a CPU.
+
+    Args:
+        function: of jax.jit; its calls may be any of jaxattn's.
+
+    Returns:
+        A function of the arguments (arrays or jax.ShapeDtypeStruct) that returns a
+        jax.export.Exported; its `serialize()` gives the bytes for `deserialize`. It holds no
+        kernels but Triton's: others are built where it is read, or found built. Bytes need the
+        package flatbuffers.
+
+    Raises:
+        ValueError: the program has a call that no other process can make: QSA with via="dlpack".
+    """
+
+    @functools.wraps(function)
+    def exported(*args: Any, **kwargs: Any) -> jax.export.Exported:
+        function.trace(*args, **kwargs)  # registers the targets
+        known = {_triton.TARGET, *(name for name, _ in _ffi._registered)}
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in known]
+        made = jax.export.export(function, disabled_checks=allowed)(*args, **kwargs)
+        for name in _targets(made):
+            if name.startswith(f"{_ffi.PREFIX}{_run.DLPACK}"):
+                raise ValueError(
+                    "a program with QSA calls of via='dlpack' cannot be exported: its kernels are "
+                    "launched by this process. Use via='triton'"
+                )
+        return made
+
+    return exported
+
+
+def deserialize(data: bytes | bytearray) -> jax.export.Exported:
+    """jax.export.deserialize, which also makes what the program's jaxattn calls need here.
+
+    Args:
+        data: of `export(...)(...).serialize()`, in a process with the same version of jaxattn; on a
+            GPU, of FlashInfer too, and with the same kind of GPU.
+
+    Returns:
+        jax.export.Exported, to `call`.
+
+    Raises:
+        ValueError: the program was exported by another version, or for another device.
+        ImportError, RuntimeError: a kernel that the program calls cannot be loaded or built here.
+    """
+    exported = jax.export.deserialize(bytearray(data))
+    prepare(exported)
+    return exported
+
+
+def prepare(exported: jax.export.Exported) -> None:
+    """Makes the targets of a program in this process; raises as `deserialize`."""
+    names = _targets(exported)
+    if names and len(exported.platforms) != 1:
+        raise ValueError(f"the program must be for one platform, got {exported.platforms}")
+    for name in names:
+        if name == _triton.TARGET:
+            _triton.load()  # registers it
+        else:
+            _ffi.restore(name, "cpu" if exported.platforms == ("cpu",) else "gpu")
+
+
+def _targets(exported: jax.export.Exported) -> list[str]:
+    """The targets of a program that JAX itself does not know."""
+    found = re.findall(r'custom_call @(?:"([^"]*)"|([\w.$]+))\(', exported.mlir_module())
+    names = {quoted or plain for quoted, plain in found}
+    return sorted(name for name in names if name.startswith((_ffi.PREFIX, _triton.TARGET)))
