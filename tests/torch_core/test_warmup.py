@@ -1,5 +1,6 @@
 """Building ahead: what limits reach, the command, and that serving then compiles nothing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def gpu(monkeypatch):
     environment = dispatch.Environment(90, flashinfer=True)
     monkeypatch.setattr(dispatch, "environment", lambda _: environment)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(warming, "_append", lambda problem, _: made.appends.append(problem))
     yield made
     for module in (xqa, native):
