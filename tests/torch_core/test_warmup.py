@@ -72,6 +72,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "environment", lambda _: environment)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(_device, "gpus", lambda: (0,))
     monkeypatch.setattr(warming, "_append", lambda problem, _: made.appends.append(problem))
     yield made
     for module in (xqa, native):
