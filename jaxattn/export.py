@@ -1,4 +1,18 @@
-"""jax.export of functions that call jaxattn: run in another process what this one traced."""
+"""jax.export of functions that call jaxattn: run in another process what this one traced.
+
+Programs run in a fresh process, on a GPU of the same kind and with the same versions, or are
+refused there by name. QSA on a GPU needs `via="triton"`.
+
+```python
+import jax, jax.numpy as jnp, jaxattn
+
+cache = jnp.ones((64, 16, 2, 64), jnp.bfloat16)
+table, lens = jnp.arange(64, dtype=jnp.int32).reshape(4, 16), jnp.full(4, 9, jnp.int32)
+arguments = (jnp.ones((4, 8, 64), jnp.bfloat16), cache, cache, table, lens)
+data = jaxattn.export.export(jax.jit(jaxattn.decode))(*arguments).serialize()  # needs flatbuffers
+out = jaxattn.export.deserialize(data).call(*arguments)  # in any process
+```
+"""
 
 import functools
 import re

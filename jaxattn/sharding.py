@@ -12,6 +12,26 @@ the caches first, since they must not move:
 - "rows": requests, or rows, over what axes are left.
 
 All other axes are replicated.
+
+Requests may be split too, `append_kv` stays in place, and donation works as before. What would
+gather a cache is refused. Where KV heads are fewer than devices, give the mesh an axis for them and
+one for their copies: caches `P(None, None, "kv")`, queries `P(None, ("kv", "copy"))`. In
+`shard_map`, name every axis of the mesh. QSA's compressed caches and rings are whole on every
+device. Devices of other processes (`jax.distributed`) are devices like any other.
+
+```python
+import jax, jax.numpy as jnp, jaxattn
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((jax.device_count(),), ("x",))
+heads = NamedSharding(mesh, P(None, None, "x"))  # P("x") splits the pages instead
+key_cache = jnp.zeros((64, 16, 8, 64), jnp.bfloat16, device=heads)
+value_cache = jnp.zeros_like(key_cache)
+query = jnp.ones((4, 8, 64), jnp.bfloat16, device=NamedSharding(mesh, P()))
+page_table = jnp.arange(64, dtype=jnp.int32, device=NamedSharding(mesh, P())).reshape(4, 16)
+seq_lens = jnp.array([9, 30, 200, 0], jnp.int32, device=NamedSharding(mesh, P()))
+out = jax.jit(jaxattn.decode)(query, key_cache, value_cache, page_table, seq_lens)  # over heads
+```
 """
 
 import itertools

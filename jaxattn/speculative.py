@@ -9,6 +9,46 @@ what rejected drafts left in the caches is never seen, and the next step writes 
 
 QSA takes chains, and needs nothing else where its rings have `qsa.ring_rows(compress_ratio,
 num_draft)` rows.
+
+A step of a server, with `jaxattn.paging`:
+
+```python
+import jax, jax.numpy as jnp, jaxattn
+from jaxattn import paging, speculative
+
+sizes = dict(num_pages=64, page_size=16)
+pool = paging.PagePool.empty(**sizes, batch=4, pages_per_seq=8)  # four empty slots
+cache = jaxattn.PagedKVCache.zeros(*sizes.values(), 2, 64, dtype=jnp.bfloat16)
+pool, ok = paging.append(pool, jnp.array([20, 7, 0, 0], jnp.int32))  # two prompts join
+pool, ok, copies = paging.fork(pool, jnp.array([-1, -1, 0, -1], jnp.int32))  # slot 2 is slot 0's
+cache = cache.copy_pages(*copies)
+
+
+@jax.jit  # a verify step: the last token of each request and two drafts for the place after it
+def verify(cache, pool, tokens, query, key, value):
+    rows = jnp.where(pool.seq_lens > 0, 3, 0)
+    mask = speculative.tree_mask(jnp.array([[-1, 0, 0]] * 4, jnp.int32), rows)
+    pool, ok = paging.alloc(pool, pool.seq_lens + rows)  # a server looks at ok
+    positions = pool.seq_lens[:, None] + jnp.arange(3, dtype=jnp.int32)
+    places = dict(
+        positions=jnp.where(rows[:, None] > 0, positions, -1).reshape(-1),
+        request_ids=jnp.repeat(jnp.arange(4, dtype=jnp.int32), 3),
+    )
+    cache = cache.append_kv(key, value, pool.page_table, **places)
+    options = dict(q_len=3, draft_mask=mask)
+    out = cache.decode(query, pool.page_table, pool.seq_lens + rows, **options)
+    targets = jnp.argmax(out[:, 0], -1).astype(jnp.int32).reshape(4, 3)  # in place of a model
+    accepted = speculative.accept(tokens, targets, mask)
+    cache = speculative.compact(cache, pool.page_table, pool.seq_lens, accepted.rows)
+    pool, _ = paging.append(pool, accepted.counts)  # row 0 and the accepted drafts
+    return out, cache, pool, accepted.next_tokens
+
+
+tokens = jnp.zeros((4, 3), jnp.int32)
+query, key = jnp.ones((12, 8, 64), jnp.bfloat16), jnp.ones((12, 2, 64), jnp.bfloat16)
+out, cache, pool, next_tokens = verify(cache, pool, tokens, query, key, key)
+pool = paging.free(pool, jnp.array([False, True, False, False]))
+```
 """
 
 import functools
