@@ -1,8 +1,10 @@
 """Paged attention for JAX: pure functions over torch_core's kernels, without copies."""
 
+from . import compat as compat
 from . import export as export
 from . import paging as paging
 from . import qsa as qsa
+from . import rpa as rpa
 from . import speculative as speculative
 from .decode import decode as decode
 from .interop import to_jax as to_jax

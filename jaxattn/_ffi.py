@@ -32,7 +32,7 @@ import tvm_ffi.cpp
 
 import torch_core.binding
 from torch_core import build, dispatch
-from torch_core.binding import Binding, Operand, Part, Scalar, Size
+from torch_core.binding import Binding, Operand, Part, Scalar, Size, View
 
 from . import _device
 
@@ -231,7 +231,7 @@ class _Kernel(NamedTuple):
         torch_core.binding.launch(self.binding, dict(zip(self.order, tensors, strict=True)))
 
 
-_ARGUMENTS = {kind.__name__: kind for kind in (Operand, Size, Part, Scalar)}
+_ARGUMENTS = {kind.__name__: kind for kind in (Operand, Size, Part, View, Scalar)}
 
 
 def _here() -> tuple[int, int, str]:
@@ -275,6 +275,7 @@ def _adapted(binding: Binding, order: tuple[str, ...]) -> tvm_ffi.Function:
     """The kernel as a function of the call's operands and results, in XLA's order."""
     spec: list[int] = []
     constants: list[Any] = []
+    layouts: list[int] = []
 
     def constant(value: Any) -> list[int]:
         constants.append(value)
@@ -287,12 +288,15 @@ def _adapted(binding: Binding, order: tuple[str, ...]) -> tvm_ffi.Function:
             spec += [3, order.index(argument.name), argument.axis, argument.times]
         elif isinstance(argument, Part):
             spec += [4, order.index(argument.name), argument.start, argument.length]
+        elif isinstance(argument, View):
+            spec += [5, order.index(argument.name), argument.offset, len(layouts)]
+            layouts += [*argument.shape, *argument.strides]
         elif isinstance(argument, Scalar):
             spec += [*constant(1.0), 1, order.index(argument.name), 0, 0]
         else:
             spec += constant(argument)
     functions = {gpu: build.on_device(binding.function, gpu) for gpu in _device.gpus()}
-    return adapter().adapt(list(functions), list(functions.values()), spec, constants)
+    return adapter().adapt(list(functions), list(functions.values()), spec, constants, layouts)
 
 
 @functools.cache

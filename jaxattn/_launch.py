@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_core import debug, dispatch, reference
-from torch_core.binding import Ops
+from torch_core.binding import CACHES, Ops, View, with_views
+from torch_core.checks import dtype_name
 from torch_core.problem import (
     DESCRIBE,
     SCALES,
@@ -30,8 +31,9 @@ from torch_core.problem import (
 from . import _device, _ffi, _plain, sharding
 
 PLAIN = "plain"
+Views = tuple[View, View] | None  # of the key and of the value cache, where they are not arrays
 GIVEN = "given "  # marks a scale as the caller gave it
-INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q")
+INTEGERS = ("page_table", "seq_lens", "cu_seqlens_q", "layout")
 
 
 def require_jax(**arrays: Any) -> None:
@@ -70,11 +72,18 @@ def refuse_vmap(name: str, function: Callable, way_out: str) -> Callable:
 
 
 def attend(
-    phase: str, inputs: AttentionInputs, *, backend: str, **options: Any
+    phase: str, inputs: AttentionInputs, *, backend: str, views: Views = None, **options: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Runs a decode or prefill call; `options` are its static arguments."""
+    """Runs a decode or prefill call; `options` are its static arguments. With `views` the caches
+    are where those say in key_cache and value_cache (None where both are in key_cache)."""
     require_jax(**inputs._asdict())
+    caches = {name: getattr(inputs, name) for name in CACHES}
+    if views is not None:
+        dtype = dtype_name(inputs.key_cache)
+        specs = [dispatch.Spec(view.shape, dtype) for view in views]
+        inputs = inputs._replace(**dict(zip(CACHES, specs, strict=True)))
     problem, inputs = DESCRIBE[phase](inputs, **options)
+    inputs = inputs._replace(**caches)
     kernel = dispatch.choose(problem, _device.environment(), backend)
     module = dispatch.load(kernel)
     dispatch.require_plan(inputs.plan, problem, _device.multiprocessors(), kernel)
@@ -92,7 +101,8 @@ def attend(
     arrays = inputs._replace(**dict.fromkeys(SCALES))
     # In XLA itself only by default: who names the reference gets it.
     plain = backend == "auto" and kernel.name == "reference" and _plain.suits(problem)
-    results = _attend(problem, PLAIN if plain else kernel.name, arrays, scales)
+    plain = plain and views is None
+    results = _attend(problem, PLAIN if plain else kernel.name, views, arrays, scales)
     return results if problem.return_lse else results[0]
 
 
@@ -118,17 +128,19 @@ def as_float32(scale: Any) -> Any:
     return np.float32(scale) if isinstance(scale, float) else jnp.asarray(scale, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
-    call = functools.partial(_split, problem, backend)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend(
+    problem: AttentionProblem, backend: str, views: Views, arrays: AttentionInputs, scales: dict
+):
+    call = functools.partial(_split, problem, backend, views)
     if problem.phase == "decode":
-        call = _folding(call, problem, backend)
+        call = _folding(call, problem, backend, views)
     else:
         call = refuse_vmap("prefill", call, "pack the requests into one call with cu_seqlens_q")
     return inference_only(problem.phase, call)(arrays, scales)
 
 
-def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callable:
+def _folding(call: Callable, problem: AttentionProblem, backend: str, views: Views) -> Callable:
     """`call` with a batching rule that makes one larger batch of all."""
     call = jax.custom_batching.custom_vmap(call)
 
@@ -152,6 +164,8 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
         names = ["query", "page_table", "seq_lens", "draft_mask"]
         num_pages = problem.num_pages
         if arrays_batched.key_cache or arrays_batched.value_cache:
+            if views is not None:
+                raise NotImplementedError("vmap must leave these caches as they are: map the rest")
             names += ["key_cache", "value_cache"]
         folded = arrays._replace(**{name: merged(name) for name in names})
         if "key_cache" in names:
@@ -167,14 +181,16 @@ def _folding(call: Callable, problem: AttentionProblem, backend: str) -> Callabl
             num_rows=size * problem.num_rows,
             num_pages=num_pages,
         )
-        results = _attend(larger, backend, folded, scales)
+        results = _attend(larger, backend, views, folded, scales)
         rows = (size, problem.num_rows)
         return tuple(r.reshape(*rows, *r.shape[1:]) for r in results), (True,) * len(results)
 
     return call
 
 
-def _split(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
+def _split(
+    problem: AttentionProblem, backend: str, views: Views, arrays: AttentionInputs, scales: dict
+):
     """The call, split over a mesh as its arrays are."""
     rows = "rows" if problem.phase == "decode" else None
     out = (rows, "qo_heads", None)
@@ -185,10 +201,12 @@ def _split(problem: AttentionProblem, backend: str, arrays: AttentionInputs, sca
         sinks=("qo_heads",),
         draft_mask=(rows, None, None),
     )
+    if views is not None:  # they are of whole caches
+        labels, out = {}, (None, None, None)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     return sharding.partitioned(
         problem.phase,
-        functools.partial(_shard, problem, backend, _device.environment()),
+        functools.partial(_shard, problem, backend, views, _device.environment()),
         sharding.Split(labels, (out, out[:2]) if problem.return_lse else (out,)),
         given | {f"own {name}": x for name, x in scales.items()},
     )
@@ -197,6 +215,7 @@ def _split(problem: AttentionProblem, backend: str, arrays: AttentionInputs, sca
 def _shard(
     problem: AttentionProblem,
     backend: str,
+    views: Views,
     environment: dispatch.Environment,
     arrays: dict[str, Any],
     shard: sharding.Shard | None,
@@ -205,9 +224,9 @@ def _shard(
     own = {name.removeprefix("own "): x for name, x in arrays.items() if name.startswith("own ")}
     given = {name: own.pop(f"{GIVEN}{name}", None) for name in SCALES}
     arrays = {name: x for name, x in arrays.items() if name in AttentionInputs._fields}
-    inputs = AttentionInputs(**arrays, **dict.fromkeys(SCALES))
-    if shard is None:
-        return _call(problem, backend, inputs, own)
+    inputs = AttentionInputs(**dict.fromkeys(CACHES) | arrays, **dict.fromkeys(SCALES))
+    if shard is None or views is not None:
+        return _call(problem, backend, views, inputs, own)
     split_pages = shard.count("pages") > 1
     options = static_options(problem)
     if split_pages:
@@ -225,7 +244,7 @@ def _shard(
         backend = kernel.name
     if local != problem:
         inputs = inputs._replace(plan=None)  # it is for the whole
-    results = _call(local, backend, inputs, own)
+    results = _call(local, backend, None, inputs, own)
     if split_pages:
         results = merge(*shard.gathered(*results))
     return results[: 1 + problem.return_lse]
@@ -256,24 +275,26 @@ def _of_own_pages(
     return inputs
 
 
-def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scales: dict):
+def _call(
+    problem: AttentionProblem, backend: str, views: Views, arrays: AttentionInputs, scales: dict
+):
     """The custom call of one kernel."""
     if backend == PLAIN:
         if not _plain.suits(problem):  # grown by vmap
-            return _call(problem, "reference", arrays, scales)
+            return _call(problem, "reference", views, arrays, scales)
         return (
             jax.lax.cond(
                 _plain.valid(problem, arrays),
                 lambda: _plain.decode(problem, arrays, scales),
-                lambda: _call(problem, "reference", arrays, scales)[0],
+                lambda: _call(problem, "reference", views, arrays, scales)[0],
             ),
         )
     if debug.ENABLED and backend != "reference":
-        arrays = _checked(problem, arrays, scales)
+        arrays = _checked(problem, views, arrays, scales)
     module = dispatch.load(dispatch.find(problem.phase, backend))
     if hasattr(module, "bind"):
-        return _call_kernel(module, problem, backend, arrays, scales)
-    names, operands = _operands(problem, arrays, scales)
+        return _call_kernel(module, problem, backend, arrays, scales, views)
+    names, operands = _operands(problem, views, arrays, scales)
     results = [jax.ShapeDtypeStruct(problem.out_shape, jnp.dtype(problem.out_dtype))]
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
@@ -281,10 +302,12 @@ def _call(problem: AttentionProblem, backend: str, arrays: AttentionInputs, scal
     return tuple(_ffi.call_made(problem.phase, recipe, operands, results, platform=_platform()))
 
 
-def _checked(problem: AttentionProblem, arrays: AttentionInputs, scales: dict) -> AttentionInputs:
+def _checked(
+    problem: AttentionProblem, views: Views, arrays: AttentionInputs, scales: dict
+) -> AttentionInputs:
     """The arrays, after a check of lengths, offsets and page ids that fails the program. Every
     kernel takes the page table, and so is launched after it."""
-    names, operands = _operands(problem, arrays, scales)
+    names, operands = _operands(problem, views, arrays, scales)
     table = jax.ShapeDtypeStruct(arrays.page_table.shape, jnp.int32)
     recipe = (problem.phase, names)
     (checked,) = _ffi.call_made("check", recipe, operands, [table], platform=_platform())
@@ -295,15 +318,21 @@ def _platform() -> str:
     return "gpu" if _device.environment().capability else "cpu"
 
 
-def _operands(problem: AttentionProblem, arrays: AttentionInputs, scales: dict) -> tuple:
-    """What `_described` takes: the names of the arrays; static arguments and scales as one int32
-    operand, and the arrays."""
+def _operands(
+    problem: AttentionProblem, views: Views, arrays: AttentionInputs, scales: dict
+) -> tuple:
+    """What `_received` takes: the names of the arrays; static arguments and scales as one int32
+    operand, and the arrays, the last of which describes the views."""
     names = tuple(name for name, array in arrays._asdict().items() if array is not None)
     integers, soft_cap = pack_options(static_options(problem))
     floats = jnp.stack([np.float32(soft_cap), *(scales.get(name, 1) for name in SCALES)])
     bits = jax.lax.bitcast_convert_type(floats, jnp.int32)
     header = jnp.concatenate([np.array(integers, np.int32), bits])
-    return names, [header, *(getattr(arrays, name) for name in names)]
+    operands = [header, *(getattr(arrays, name) for name in names)]
+    if views is not None:
+        layout = [x for view in views for x in (*view.shape, *view.strides, view.offset)]
+        names, operands = (*names, "layout"), [*operands, np.array(layout, np.int32)]
+    return names, operands
 
 
 _OPS = Ops(
@@ -321,7 +350,12 @@ _OPS = Ops(
 
 
 def _call_kernel(
-    module: Any, problem: Any, backend: str, arrays: AttentionInputs, scales: dict
+    module: Any,
+    problem: Any,
+    backend: str,
+    arrays: AttentionInputs,
+    scales: dict,
+    views: Views = None,
 ) -> tuple[jax.Array, ...]:
     """The launch of a compiled kernel: its scratch is a result, its semaphores start at zero."""
     if not isinstance(problem.batch + problem.num_rows + problem.pages_per_seq, int):
@@ -340,6 +374,10 @@ def _call_kernel(
     scales = dict(scales)
     out_scale = scales.pop("out_scale", None)
     operands = module.operands(problem, arrays, scales, _OPS, sm_count, backend)
+    if views is not None:
+        binding = with_views(binding, views)
+    if arrays.value_cache is None:
+        del operands["value_cache"]
     if binding.sinks_after:
         results["lse"] = jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32)
     results["scratch"] = jax.ShapeDtypeStruct((binding.scratch,), jnp.uint8)
@@ -387,13 +425,25 @@ def _check(phase: str, names: tuple[str, ...], *tensors: Any) -> None:
 def _received(phase: str, names: tuple[str, ...], tensors: tuple) -> tuple[Any, Any, tuple]:
     """Problem, inputs and results of a call that was checked when it was traced."""
     header, *rest = tensors
-    arrays, results = rest[: len(names)], rest[len(names) :]
+    inputs, results = dict(zip(names, rest, strict=False)), rest[len(names) :]
+    if (layout := inputs.pop("layout", None)) is not None:
+        inputs |= _viewed(layout.tolist(), inputs)
     header = header if isinstance(header, np.ndarray) else header.cpu().numpy()
-    described = tuple((x.shape, x.dtype) for x in arrays)
+    described = tuple((x.shape, x.dtype) for x in inputs.values())
     fixed, scales = header[: -len(SCALES)], header[-len(SCALES) :].view(np.float32).tolist()
-    problem = _described(phase, names, described, fixed.tobytes())
-    inputs = dict(zip(names, arrays, strict=True)) | dict(zip(SCALES, scales, strict=True))
+    problem = _described(phase, tuple(inputs), described, fixed.tobytes())
+    inputs |= dict(zip(SCALES, scales, strict=True))
     return problem, AttentionInputs(**inputs), tuple(results)
+
+
+def _viewed(layout: list[int], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Both caches by the views that `_operands` described."""
+    caches = {}
+    for at, name in zip((0, 9), CACHES, strict=True):
+        pages, tokens, heads, dim, *strides, offset = layout[at : at + 9]
+        view = View(name, (pages, tokens, heads, dim), tuple(strides), offset)
+        caches[name] = view.of(inputs.get(name, inputs["key_cache"]))
+    return caches
 
 
 def _handler(phase: str, backend: str, names: tuple[str, ...], num_results: int) -> _ffi.Handler:

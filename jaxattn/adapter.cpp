@@ -5,15 +5,17 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 #include <vector>
 
 namespace ffi = tvm::ffi;
 
-enum Kind : int64_t { kConstant, kTensor, kSwapped, kSize, kPart };
+enum Kind : int64_t { kConstant, kTensor, kSwapped, kSize, kPart, kCache };
 
-// `first` and `second` are axis and factor of a size, start and length of a part.
+// `first` and `second` are axis and factor of a size, start and length of a part, offset in elements
+// of a cache and where its shape and strides are in `layouts`.
 struct Argument {
   int64_t kind, index, first, second;
 };
@@ -50,6 +52,17 @@ struct View {
     std::swap(shape[1], shape[2]);
     std::swap(strides[1], strides[2]);
     tensor = *source;
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+
+  // Elements from `offset` on as an array of four axes; `layout` is its shape and its strides.
+  void Cache(const DLTensor* source, int64_t offset, const int64_t* layout) {
+    std::copy(layout, layout + 4, shape);
+    std::copy(layout + 4, layout + 8, strides);
+    tensor = *source;
+    tensor.data = static_cast<char*>(source->data) + offset * (source->dtype.bits / 8);
+    tensor.ndim = 4;
     tensor.shape = shape;
     tensor.strides = strides;
   }
@@ -110,7 +123,8 @@ int64_t Calls() { return num_calls; }
 // `spec` holds four integers for each argument of a kernel: see Kind. Index is that of a constant
 // or of a call argument. `kernels` are the same one for each of `devices`.
 ffi::Function Adapt(ffi::Array<int64_t> devices, ffi::Array<ffi::Function> kernels,
-                    ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants) {
+                    ffi::Array<int64_t> spec, ffi::Array<ffi::Any> constants,
+                    ffi::Array<int64_t> layouts) {
   std::vector<ffi::Function> by_device;
   for (size_t i = 0; i < devices.size(); ++i) {
     if (by_device.size() <= static_cast<size_t>(devices[i])) by_device.resize(devices[i] + 1);
@@ -121,8 +135,9 @@ ffi::Function Adapt(ffi::Array<int64_t> devices, ffi::Array<ffi::Function> kerne
     arguments.push_back({spec[i], spec[i + 1], spec[i + 2], spec[i + 3]});
   }
   TVM_FFI_ICHECK(arguments.size() <= kMaxArguments) << "too many arguments: " << arguments.size();
+  std::vector<int64_t> dims(layouts.begin(), layouts.end());
   return ffi::Function::FromPacked(
-      [by_device, arguments, constants](ffi::PackedArgs args, ffi::Any* result) {
+      [by_device, arguments, constants, dims](ffi::PackedArgs args, ffi::Any* result) {
         TVM_FFI_ICHECK(args.size() > 0) << "the call has no operands";
         size_t device = args[0].cast<DLTensor*>()->device.device_id;
         TVM_FFI_ICHECK(device < by_device.size() && by_device[device].defined())
@@ -150,6 +165,8 @@ ffi::Function Adapt(ffi::Array<int64_t> devices, ffi::Array<ffi::Function> kerne
           View& view = views[num_views++];
           if (argument.kind == kPart) {
             view.Part(tensor, argument.first, argument.second);
+          } else if (argument.kind == kCache) {
+            view.Cache(tensor, argument.first, &dims[argument.second]);
           } else {
             view.Swap(tensor);
           }

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import debug, dispatch, reference
+from torch_core.binding import CACHES
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
 from . import _device, _ffi, _launch, sharding
@@ -86,7 +87,7 @@ def append_kv(
         None if isinstance(scale, float) and scale == 1.0 else _launch.as_float32(scale)
         for scale in (inputs.k_scale, inputs.v_scale)
     ]
-    return _append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
+    return append(problem, inputs._replace(k_scale=None, v_scale=None), scales)
 
 
 def _readable(array: Any) -> bool:
@@ -97,15 +98,20 @@ def _readable(array: Any) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, Array]:
+def append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple[Array, ...]:
+    """The caches with the new rows; without a value cache, key_cache alone."""
+
     def write(arrays: AppendInputs, scales: list) -> tuple:
         given = arrays._asdict() | dict(zip(SCALES, scales, strict=True))
         rows = (None, "kv_heads", None)
         labels = sharding.cache_labels(problem.kv_layout)
+        split = sharding.Split(labels | dict(key=rows, value=rows), tuple(labels.values()))
+        if arrays.value_cache is None:  # of heads of both kinds
+            split = sharding.Split({}, ((None,) * arrays.key_cache.ndim,))
         return sharding.partitioned(
             "append_kv",
             functools.partial(_shard, problem),
-            sharding.Split(labels | dict(key=rows, value=rows), tuple(labels.values())),
+            split,
             {name: x for name, x in given.items() if x is not None},
         )
 
@@ -118,7 +124,8 @@ def _append(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple
 def _shard(problem: AppendProblem, given: dict, shard: sharding.Shard | None) -> tuple:
     """One device's part of a call, or the whole."""
     scales = [given.get(name) for name in SCALES]
-    arrays = {name: x for name, x in given.items() if name not in SCALES}
+    arrays: dict[str, Any] = dict(value=None, value_cache=None)
+    arrays |= {name: x for name, x in given.items() if name not in SCALES}
     if shard is not None and shard.count("pages") > 1:
         num_pages = arrays["key_cache"].shape[0]
         page, offset = _places(problem, AppendInputs(**arrays))
@@ -159,6 +166,7 @@ def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tupl
     return tuple(
         cache.at[index].set(_to_cache(new, cache.dtype, scale), mode="drop", unique_indices=True)
         for (cache, new), scale in zip(pairs, scales, strict=True)
+        if cache is not None
     )
 
 
@@ -166,10 +174,10 @@ def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> 
     """torch_core's append on the caches' own memory."""
     names = [name for name, array in arrays._asdict().items() if array is not None]
     factors = jnp.stack([np.float32(1) if scale is None else scale for scale in scales])
-    caches = (arrays.key_cache, arrays.value_cache)
+    caches = {name: getattr(arrays, name) for name in CACHES if name in names}
     recipe = (tuple(names), problem.kv_layout)
-    results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches]
-    aliases = {names.index("key_cache"): 0, names.index("value_cache"): 1}
+    results = [jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches.values()]
+    aliases = {names.index(name): result for result, name in enumerate(caches)}
     return tuple(
         _ffi.call_made(
             "append_kv",
@@ -183,11 +191,11 @@ def _append_call(problem: AppendProblem, arrays: AppendInputs, scales: list) -> 
 
 def _run(names: tuple[str, ...], kv_layout: str, *tensors: Any) -> None:
     """The other side of `_append_call`, on torch tensors; the results share the caches' memory."""
-    *arrays, scales, key_cache, value_cache = tensors
-    inputs = dict(zip(names, arrays, strict=True))
-    inputs.update(key_cache=key_cache, value_cache=value_cache)
+    arrays, scales, caches = tensors[: len(names)], tensors[len(names)], tensors[len(names) + 1 :]
+    inputs = dict(value=None, value_cache=None) | dict(zip(names, arrays, strict=True))
+    inputs |= zip((name for name in CACHES if name in names), caches, strict=True)
     k_scale, v_scale = scales.tolist()
-    problem = AppendProblem(key_cache.shape[1 if kv_layout == "NHD" else 2], kv_layout)
+    problem = AppendProblem(caches[0].shape[1 if kv_layout == "NHD" else 2], kv_layout)
     reference.append(problem, AppendInputs(**inputs, k_scale=k_scale, v_scale=v_scale))
 
 

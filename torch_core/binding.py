@@ -1,5 +1,6 @@
 """A compiled kernel and the order of its arguments, as data that torch and JAX both launch from."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,20 @@ class Part:
 
 
 @dataclass(frozen=True)
+class View:
+    """A cache [num_pages, page_size, num_kv_heads, head_dim] in the memory of a tensor of the call,
+    as shape, strides and offset in elements; no copy."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
 class Scalar:
     """A scale, by name: upstream takes a number and an optional tensor that overrides it."""
 
@@ -47,11 +62,11 @@ class Scalar:
 @dataclass(frozen=True)
 class Binding:
     """A compiled function, which may be a build.PerDevice, and, in its own order, what each
-    argument is: an Operand, a Size, a Part, a Scalar or a constant. `name` is that of its module,
-    whose `function(*build)` it is. `scratch` bytes need no initial value; `semaphores` are 32-bit
-    zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's lse in
-    natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected by way
-    of its lse. `owned`: the function asks for tensors that it could keep."""
+    argument is: an Operand, a Size, a Part, a View, a Scalar or a constant. `name` is that of its
+    module, whose `function(*build)` it is. `scratch` bytes need no initial value; `semaphores` are
+    32-bit zeros, left zero, and belong to one launch at a time; `lse_unit` is that of the kernel's
+    lse in natural logarithms. `sinks_after`: the kernel knows no sinks, and the result is corrected
+    by way of its lse. `owned`: the function asks for tensors that it could keep."""
 
     name: str
     function: Any
@@ -65,6 +80,13 @@ class Binding:
 
 
 CACHES = ("key_cache", "value_cache")
+
+
+def with_views(binding: Binding, views: tuple[View, View]) -> Binding:
+    """The same launch with both caches read by way of views. For the layout "NHD"."""
+    places: dict[str, View] = dict(zip(CACHES, views, strict=True))
+    arguments = [places.get(x.name, x) if isinstance(x, Operand) else x for x in binding.arguments]
+    return dataclasses.replace(binding, arguments=tuple(arguments))
 
 
 def run(
@@ -129,6 +151,8 @@ def launch(binding: Binding, tensors: dict[str, Any]) -> None:
             values.append(tensors[argument.name].shape[argument.axis] * argument.times)
         elif isinstance(argument, Part):
             values.append(tensors[argument.name].narrow(0, argument.start, argument.length))
+        elif isinstance(argument, View):
+            values.append(argument.of(tensors[argument.name]))
         elif isinstance(argument, Scalar):
             value = tensors[argument.name]
             values += [1.0, value] if isinstance(value, torch.Tensor) else [value, None]

@@ -336,6 +336,8 @@ def append(problem: AppendProblem, inputs: AppendInputs) -> None:
         (inputs.key_cache, inputs.key, inputs.k_scale),
         (inputs.value_cache, inputs.value, inputs.v_scale),
     ):
+        if cache is None:
+            continue
         tokens = _bytes(cache if problem.kv_layout == "NHD" else cache.transpose(1, 2))
         new_tokens = _bytes(_to_cache(new[picked], cache.dtype, scale))
         if tokens.is_contiguous():

@@ -39,6 +39,14 @@ def traced(name: str) -> Callable[[], Any]:
     return lambda: jax.jit(lambda value: call("decode", **{name: value}))(2)
 
 
+def mapped_pages():
+    """vmap over pages of one head each."""
+    pages = jnp.zeros((2, 1, 3, 8, 4))
+    rest = (jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    attend = jaxattn.compat.paged_attention
+    return jax.vmap(lambda pages: attend(jnp.zeros((1, 1, 4)), pages, pages, *rest))(pages)
+
+
 def mapped(function: str, name: str) -> Callable[[], Any]:
     """vmap over one argument."""
 
@@ -156,6 +164,8 @@ OWN = [
      "array must be a concrete jax.Array, got ndarray"),
     ("to_torch_traced", lambda: jax.jit(jaxattn.to_torch)(jnp.zeros(2)), TypeError,
      "array must be a concrete jax.Array, got "),
+    ("vmap_pages", mapped_pages, NotImplementedError,
+     "vmap must leave these caches as they are: map the rest"),
     ("to_torch_dtype", lambda: jaxattn.to_torch(jnp.zeros(2, jnp.complex64)), TypeError,
      "array must be one of bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, bool, int8, "
      "uint8, int32, uint16, uint32, got complex64"),
@@ -213,4 +223,5 @@ def test_every_raise_is_triggered():
     triggers = [lambda wrong=wrong: wrong.run(FRONT) for wrong in early]
     missing = errors.uncovered(jaxattn, triggers + [row[1] for row in OWN])
     others = ("qsa/", "_triton.py", "doctor.py", "paged_cache.py", "paging.py", "speculative.py")
+    others += ("rpa.py", "compat.py")
     assert [place for place in missing if not place.startswith(others)] == []
