@@ -3,6 +3,21 @@
 That code keeps keys and values in one cache: in a page, each token has its heads in turns, key head
 i as head 2 * i and value head i as 2 * i + 1. Kernels take strides, so both are read where they
 lie, and the cache is never copied.
+
+```python
+import jax, jax.numpy as jnp
+from jaxattn import rpa
+
+# pages, tokens, 2 * heads / packing, packing, head_dim
+kv_cache = jnp.zeros((64, 16, 2, 2, 128), jnp.bfloat16)
+rows = [jnp.ones((10, heads, 128), jnp.bfloat16) for heads in (8, 2, 2)]  # queries, keys, values
+kv_lens = jnp.array([30, 9, 0], jnp.int32)  # new tokens included; the third place is free
+cu_q_lens = jnp.array([0, 1, 10, 10], jnp.int32)  # a decode, then a prefill of 9 tokens
+page_indices = jnp.arange(12, dtype=jnp.int32)  # 4 pages a sequence
+distribution = jnp.array([1, 1, 2], jnp.int32)  # ends of decodes, prefills and all
+step = jax.jit(rpa.ragged_paged_attention, donate_argnames="kv_cache")
+out, kv_cache = step(*rows, kv_cache, kv_lens, page_indices, cu_q_lens, distribution)
+```
 """
 
 import functools

@@ -30,7 +30,7 @@ def test_example_runs(title):
     run(README.split(f"## {title}\n")[1].split("\n## ")[0], title)
 
 
-@pytest.mark.parametrize("name", ["export", "sharding", "speculative"])
+@pytest.mark.parametrize("name", ["export", "rpa", "sharding", "speculative"])
 def test_example_of_a_module_runs(name):
     """The code block of the docstring of a module of jaxattn."""
     run(importlib.import_module(f"jaxattn.{name}").__doc__, name)
