@@ -83,7 +83,7 @@ def decode(
     Caller's contract: page ids that are read lie in [0, num_pages) and seq_lens in
     [0, pages_per_seq * page_size].
     Keys and values that some row of a request sees are finite: others of its rows may else see
-    NaN too.
+    NaN too. So are those of its last q_len places, whatever draft_mask hides.
     """
     inputs = AttentionInputs(
         query=query,

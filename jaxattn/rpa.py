@@ -316,8 +316,11 @@ def _attend(options, scales, arrays, cache, table, seq_lens, offsets, rows: _Row
         alone = (offsets[1:] - offsets[:-1] == 1) & (offsets[:-1] < count)
         lengths = jnp.where(alone[rows.request[:count]], rows.position[:count] + 1, 0)
         out = prefill(jnp.where(alone, 0, seq_lens))
-        first = jnp.where((lengths > 0)[:, None, None], decode(count, lengths), out[:count])
-        out = out.at[:count].set(first)
+        # Not written into the rows of `out`: XLA:GPU of jax 0.11 fuses that with the kernel's call,
+        # and fails.
+        rest = (0, tokens - count)
+        first = jnp.pad(decode(count, lengths), (rest, (0, 0), (0, 0)))
+        out = jnp.where(jnp.pad(lengths > 0, rest)[:, None, None], first, out)
     return out[..., :head_dim]
 
 

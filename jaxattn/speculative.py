@@ -4,8 +4,10 @@ A verify step runs `q_len` rows for each request, packed as `decode` takes them:
 picked last, which is in no cache yet, and the others are drafts that continue it, as a chain or as
 a tree. Row i lies at position seq_lens + i of its request, seq_lens without the step. `decode` gets
 seq_lens + q_len, or 0 for an empty slot, and the page table must have room for that
-(`paging.alloc`). After the step, seq_lens grows by the rows that `accept` kept (`paging.append`);
-what rejected drafts left in the caches is never seen, and the next step writes over it.
+(`paging.alloc`). Where a request has fewer drafts, the rest are rows too, which no other sees; they
+are written into the caches. After the step, seq_lens grows by the rows that `accept` kept
+(`paging.append`); what rejected drafts left in the caches is never seen, and the next step writes
+over it.
 
 QSA takes chains, and needs nothing else where its rings have `qsa.ring_rows(compress_ratio,
 num_draft)` rows.

@@ -250,8 +250,7 @@ def check_rounds(plans, lengths, *, dtype="float32", kv_layout="NHD", page_size=
         if plans[0][0] == CHAIN:
             mask = speculative.chain_mask(rows, q_len=q_len)
         row = jnp.arange(q_len, dtype=jnp.int32)
-        real = row < rows[:, None]
-        positions = jnp.where(real, pool.seq_lens[:, None] + row, -1).reshape(-1)
+        positions = jnp.where(running[:, None], pool.seq_lens[:, None] + row, -1).reshape(-1)
         depths = jnp.sum(mask, -1, dtype=jnp.int32) - 1
         places = (pool.seq_lens[:, None] + depths).reshape(-1)
         request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), q_len)
@@ -324,7 +323,7 @@ def test_chain_rounds(options):
 
 @pytest.mark.parametrize("options", [pytest.param({}, id="nhd"), on_gpu(GPU, id="gpu")])
 def test_ragged_chain_rounds(options):
-    """1 to 4 rows a request; the places of padding rows hold NaN."""
+    """1 to 4 rows a request; padding rows have places in the caches too."""
     lengths = [[1 + (request * 3 + turn) % 4 for request in range(REQUESTS)]
                for turn in range(ROUNDS)]  # fmt: skip
     assert len(check_rounds([(CHAIN, [1, 2, 3])] * REQUESTS, lengths, **options)) > 8

@@ -207,7 +207,8 @@ def attend(
     columns = torch.arange(token_indices.shape[1], device=query.device)
     width = int(counts.max()) if num_rows else 0
     step = max(1, PIECE_ELEMENTS // (max(width, 1) * num_kv_heads * head_dim))
-    for rows in torch.arange(num_rows, device=query.device).split(step):
+    pieces = torch.arange(num_rows, device=query.device).split(step) if num_rows else ()
+    for rows in pieces:
         width = int(counts[rows].clamp(0, token_indices.shape[1]).max())
         tokens = token_indices[rows, :width].long()
         valid = (columns[:width] < counts[rows, None]) & (metadata.request_ids[rows, None] >= 0)

@@ -95,6 +95,10 @@ def test_empty_steps():
         return_lse=True,
     )
     assert not out.any() and (lse == -torch.inf).all()
+    empty = qsa.Metadata(*[nothing] * 4)
+    lists = torch.zeros(0, 11, dtype=torch.int32), nothing
+    call = (torch.zeros(0, 4, 8), cache, cache, torch.zeros(0, 3, dtype=torch.int32), empty, *lists)
+    assert qsa.attend(*call, compress_ratio=4).shape == (0, 4, 8)
 
 
 SMALL = [
