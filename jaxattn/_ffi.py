@@ -355,9 +355,16 @@ def custom_call(
     aliases: dict[int, int] | None,
     **attributes: bytes,
 ) -> Sequence[jax.Array]:
-    """A call of a target that is registered with XLA."""
+    """A call of a target that is registered with XLA.
+
+    The barriers keep it apart from slices and updates of slices around it. XLA:GPU of jax 0.11
+    fuses them into one, which forgets the aliases, so that a result holds only what the call wrote;
+    and it fails where a result is what a slice is written into."""
     call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
-    values = call(*operands, **attributes)
+    operands = list(operands)
+    for index in aliases or ():
+        operands[index] = jax.lax.optimization_barrier(operands[index])
+    values = jax.lax.optimization_barrier(call(*operands, **attributes))
     # Inside shard_map a result varies over every mesh axis that an operand varies over.
     axes = tuple(set().union(*map(_varying_axes, operands)))
     return [jax.lax.pcast(value, axes, to="varying") for value in values] if axes else values
