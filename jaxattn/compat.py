@@ -70,6 +70,8 @@ def paged_attention(
                 f"{name} must be None: pages with a scale for each token are not supported; "
                 "jaxattn.decode takes fp8 caches with one scale"
             )
+    if attn_logits_soft_cap is not None:
+        checks.scale("attn_logits_soft_cap", attn_logits_soft_cap)
     check_mask_value(mask_value)
     arrays = dict(q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, lengths=lengths)
     _launch.require_jax(**arrays)

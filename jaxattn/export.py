@@ -75,11 +75,11 @@ def deserialize(data: bytes | bytearray) -> jax.export.Exported:
         ImportError, RuntimeError: a kernel that the program calls cannot be loaded or built here.
     """
     exported = jax.export.deserialize(bytearray(data))
-    prepare(exported)
+    _prepare(exported)
     return exported
 
 
-def prepare(exported: jax.export.Exported) -> None:
+def _prepare(exported: jax.export.Exported) -> None:
     """Makes the targets of a program in this process; raises as `deserialize`."""
     names = _targets(exported)
     if names and len(exported.platforms) != 1:

@@ -60,10 +60,14 @@ def append_kv(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: vmap or a gradient is asked for.
+        jax.errors.JaxRuntimeError: on a CPU, at run time in a jit, a row's place does not exist in
+            caches of bfloat16 or fp8; with JAXATTN_DEBUG=1, in caches of any dtype and on a GPU
+            too. Not where a mesh splits the pages.
 
-    Caller's contract: no two rows have the same place, and every place exists. On a CPU a call
-    outside jit checks the second (ValueError); elsewhere such a row is dropped or, on a CPU with
-    a cache of bfloat16 or fp8, an error at run time.
+    Caller's contract: no two rows have the same place, and every place that is not negative exists.
+    On a CPU a call outside jit checks the second (ValueError), and in a jit caches of bfloat16 and
+    fp8 do (see Raises). Elsewhere such a row is dropped: in a jit from caches of float32 and
+    float16 and from those whose pages a mesh splits, and on a GPU.
     """
     inputs = AppendInputs(
         key=key,

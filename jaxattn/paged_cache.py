@@ -24,11 +24,17 @@ class PagedKVCache:
 
     A pytree: donate it to the surrounding jit. Its methods are `append_kv`, `decode` and `prefill`
     with the caches, layout and scales filled in.
+
+    Fields:
+        key_cache, value_cache: [num_pages, page_size, num_kv_heads, head_dim] in "NHD", [num_pages,
+            num_kv_heads, page_size, head_dim] in "HND".
+        k_scale, v_scale: dequantisation factors, numbers or 0-d float arrays; None is 1.
+        kv_layout: "NHD" or "HND", static in jit.
     """
 
-    key_cache: Any  # [num_pages, page_size, num_kv_heads, head_dim], or as kv_layout says
+    key_cache: Any
     value_cache: Any
-    k_scale: Any = None  # number or 0-d float array, dequantisation factor; None is 1
+    k_scale: Any = None
     v_scale: Any = None
     kv_layout: str = field(default="NHD", metadata=dict(static=True))
 
@@ -73,10 +79,12 @@ class PagedKVCache:
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.key_cache.shape[1 if self.kv_layout == "NHD" else 2]
 
     @property
     def dtype(self) -> Any:
+        """The dtype of the caches, NumPy's."""
         return self.key_cache.dtype
 
     def append_kv(

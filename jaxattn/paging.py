@@ -26,16 +26,31 @@ class PagePool:
 
     A page that no request owns is free: there is no other list that could disagree. A page with
     several owners is full of tokens that all of them have, so nothing is written to it again.
+
+    Fields:
+        page_table: int32 [batch, pages_per_seq], -1 where a request has no page.
+        seq_lens: int32 [batch], tokens of each request.
+        ref_counts: int32 [num_pages], how many requests own each page.
+        page_size: tokens of a page, a Python int and static in jit.
     """
 
-    page_table: Any  # int32 [batch, pages_per_seq], -1 where a request has no page
-    seq_lens: Any  # int32 [batch], tokens of each request
-    ref_counts: Any  # int32 [num_pages], how many requests own each page
+    page_table: Any
+    seq_lens: Any
+    ref_counts: Any
     page_size: int = field(metadata=dict(static=True))
 
     @classmethod
     def empty(cls, *, num_pages: int, page_size: int, batch: int, pages_per_seq: int) -> "PagePool":
-        """A pool whose pages are all free, for `batch` requests of at most `pages_per_seq` pages.
+        """A pool whose pages are all free.
+
+        Args:
+            num_pages: pages of the caches.
+            page_size: tokens of a page.
+            batch: slots for requests.
+            pages_per_seq: most pages of a request.
+
+        Returns:
+            The PagePool; each slot is empty.
 
         Raises:
             ValueError, TypeError: a size is no Python int of 1 or more.
@@ -64,9 +79,13 @@ class PagePool:
 
 
 class PageCopies(NamedTuple):
-    """Pages whose content a fork needs twice: `target` becomes a copy of `source`."""
+    """Pages whose content a fork needs twice: `target` becomes a copy of `source`.
 
-    source: Int32[Array, " batch"]  # -1 where there is none
+    Fields:
+        source, target: int32 [batch], pages; -1 where there is none.
+    """
+
+    source: Int32[Array, " batch"]
     target: Int32[Array, " batch"]
 
 

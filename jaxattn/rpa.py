@@ -151,7 +151,7 @@ def ragged_paged_attention(
     )
     scales = dict(sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale)
     for name, value in scales.items():
-        if value is not None:
+        if value is not None or name == "sm_scale":  # None is no default of the convention's
             scales[name] = checks.scale(name, value, positive=name != "sm_scale")
     # Traced: a number among them stays a constant of the kernel.
     traced = {name: value for name, value in scales.items() if hasattr(value, "shape")}
@@ -175,7 +175,7 @@ class _Arrays(NamedTuple):
 
 def check_mask_value(value: Any) -> None:
     """Refuses a mask value that would let masked keys count."""
-    if value is None:
+    if value is None or value == -math.inf:
         return
     if checks.scale("mask_value", value, positive=False) > LARGEST_MASK_VALUE:
         raise ValueError(

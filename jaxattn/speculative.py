@@ -29,16 +29,17 @@ cache = cache.copy_pages(*copies)
 @jax.jit  # a verify step: the last token of each request and two drafts for the place after it
 def verify(cache, pool, tokens, query, key, value):
     rows = jnp.where(pool.seq_lens > 0, 3, 0)
+    pool, ok = paging.alloc(pool, pool.seq_lens + rows)
+    rows = jnp.where(ok, rows, 0)  # who got no page waits for a later step
     mask = speculative.tree_mask(jnp.array([[-1, 0, 0]] * 4, jnp.int32), rows)
-    pool, ok = paging.alloc(pool, pool.seq_lens + rows)  # a server looks at ok
     positions = pool.seq_lens[:, None] + jnp.arange(3, dtype=jnp.int32)
     places = dict(
         positions=jnp.where(rows[:, None] > 0, positions, -1).reshape(-1),
         request_ids=jnp.repeat(jnp.arange(4, dtype=jnp.int32), 3),
     )
     cache = cache.append_kv(key, value, pool.page_table, **places)
-    options = dict(q_len=3, draft_mask=mask)
-    out = cache.decode(query, pool.page_table, pool.seq_lens + rows, **options)
+    lengths = jnp.where(rows > 0, pool.seq_lens + rows, 0)
+    out = cache.decode(query, pool.page_table, lengths, q_len=3, draft_mask=mask)
     targets = jnp.argmax(out[:, 0], -1).astype(jnp.int32).reshape(4, 3)  # in place of a model
     accepted = speculative.accept(tokens, targets, mask)
     cache = speculative.compact(cache, pool.page_table, pool.seq_lens, accepted.rows)
@@ -72,11 +73,17 @@ from .paged_cache import PagedKVCache
 
 
 class Accepted(NamedTuple):
-    """What a verify step leaves of each request."""
+    """What a verify step leaves of each request.
 
-    counts: Any  # int32 [batch], rows to keep: row 0 and the accepted drafts; 0 without rows
-    rows: Any  # int32 [batch, q_len], those rows in their order, then -1
-    next_tokens: Any  # int32 [batch], what the model picked after the last of them; -1 without rows
+    Fields:
+        counts: int32 [batch], rows to keep: row 0 and the accepted drafts; 0 without rows.
+        rows: int32 [batch, q_len], those rows in their order, then -1.
+        next_tokens: int32 [batch], what the model picked after the last of them; -1 without rows.
+    """
+
+    counts: Any
+    rows: Any
+    next_tokens: Any
 
 
 def chain_mask(

@@ -95,16 +95,16 @@ def test_qsa_has_the_same_arguments(name):
     assert own[1] in (None, (inspect.Parameter.KEYWORD_ONLY, "auto"))
 
 
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 @pytest.mark.parametrize("name", QSA)
-def test_qsa_docstrings_name_every_parameter(name):
-    """Of the JAX functions that are its own."""
-    function = getattr(jaxattn.qsa, name)
-    if function is getattr(torch_core.qsa, name):
-        return
+def test_qsa_docstrings_name_every_parameter(name, package):
+    """Results and errors too."""
+    function = getattr(package.qsa, name)
     entries = re.findall(r"^    (\w[\w, \n]*?):", section(documented(function), "Args") or "", re.M)
     named = {word for entry in entries for word in re.split(r"[,\s]+", entry)}
     assert named == set(inspect.signature(function).parameters)
     assert section(documented(function), "Returns")
+    assert re.search(r"^Raises(:|, and)", documented(function), re.M)
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])

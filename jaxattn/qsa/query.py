@@ -19,17 +19,23 @@ from ..decode import AnyArray
 def rotary_tables(
     max_positions: int, rotary_dim: int, theta: float, device: Any = None
 ) -> tuple[Float32[Array, "max_positions half"], Float32[Array, "max_positions half"]]:
-    """(cos, sin) float32 [max_positions, rotary_dim // 2] of angles position * theta ** (-2 i /
-    rotary_dim), the bits that torch_core computes on a CPU.
+    """Rotary tables of the angles position * theta ** (-2 i / rotary_dim), in radians.
+
+    They have the bits that torch_core computes on a CPU.
 
     Args:
-        max_positions: rows of the tables.
-        rotary_dim: dims that are rotated, an even number.
+        max_positions: rows of the tables, 0 or more.
+        rotary_dim: dims that are rotated, an even number of 2 or more.
         theta: base of the angles.
-        device: a jax.Device or sharding; default: JAX's default device.
+        device: where the tables lie, a jax.Device or sharding; default: JAX's default device.
 
     Returns:
-        (cos, sin).
+        (cos, sin), float32 [max_positions, rotary_dim // 2] each.
+
+    Raises:
+        ValueError, TypeError: max_positions or rotary_dim is no such Python int.
+
+    Source: the default rotary embedding of transformers 5.24.
     """
     tables = torch_core.qsa.rotary_tables(max_positions, rotary_dim, theta)
     cos, sin = (jax.device_put(jnp.asarray(table.numpy()), device) for table in tables)
@@ -62,6 +68,7 @@ def prepare_query(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
+        NotImplementedError: a gradient is asked for.
 
     Caller's contract: the tables have a row for every position. This is not checked.
 

@@ -57,6 +57,7 @@ OF_RPA = [
      "mask_value must be at most -10000, so that a masked key weighs 0, got -1.0"),
     ("soft_cap", dict(soft_cap=0.0), ValueError, "soft_cap must be a positive finite"),
     ("sm_scale", dict(sm_scale="x"), TypeError, "sm_scale must be a number"),
+    ("no_sm_scale", dict(sm_scale=None), TypeError, "sm_scale must be a number"),
     ("q_scale", dict(q_scale=0.0), ValueError, "q_scale must be a positive"),
     ("k_scale", dict(k_scale=-1.0), ValueError, "k_scale must be a positive"),
     ("causal", dict(use_causal_mask=1), TypeError, "use_causal_mask must be True or False"),
@@ -83,7 +84,8 @@ OF_COMPAT = [
     ("v_scales", dict(v_scales_pages=lambda _: jnp.ones(3)), NotImplementedError,
      "v_scales_pages must be None"),
     ("mask_value", dict(mask_value=0.0), ValueError, "mask_value must be at most -10000"),
-    ("cap", dict(attn_logits_soft_cap=-1.0), ValueError, "soft_cap must be a positive finite"),
+    ("cap", dict(attn_logits_soft_cap=-1.0), ValueError,
+     "attn_logits_soft_cap must be a positive finite"),
 ]  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def exported_by_dlpack():
 
 def program_for_two_platforms():
     text = 'stablehlo.custom_call @"jaxattn.decode(1)"(%arg0)'
-    export.prepare(types.SimpleNamespace(mlir_module=lambda: text, platforms=("cpu", "cuda")))
+    export._prepare(types.SimpleNamespace(mlir_module=lambda: text, platforms=("cpu", "cuda")))
 
 
 def symbolic_batch_on_a_gpu():

@@ -188,7 +188,7 @@ def test_triton_programs_load_jax_triton(monkeypatch):
     program = types.SimpleNamespace(mlir_module=lambda: text, platforms=("cuda",))
     loaded = []
     monkeypatch.setattr(_triton, "load", lambda: loaded.append(1))
-    export.prepare(program)
+    export._prepare(program)
     assert loaded
 
 

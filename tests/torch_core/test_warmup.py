@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -160,12 +161,16 @@ def test_no_gpu(gpu, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--head-dim", "128"], "required: --num-qo-heads"),
+    (["--head-dim", "128"], "required: --num-qo-heads, --num-kv-heads, --page-size\n"),
     ([*ARGUMENTS, "--jobs", "0"], "jobs must be in [1, 2147483647], got 0"),
     ([*ARGUMENTS, "--kv-dtype", "int8"], "key_cache must be bfloat16 or"),
     ([*ARGUMENTS, "--num-kv-heads", "7"], "query must have a positive multiple of num_kv_heads"),
-    ([*QSA, "--page-size", "16", "32"], "--page-size takes one value with --qsa"),
-    ([*ARGUMENTS, "--qsa"], "--index-heads must be given with --qsa"),
+    ([*QSA, "--page-size", "16", "32", "--head-dim", "64", "128"],
+     "--head-dim, --page-size must have one value with --qsa"),
+    ([*ARGUMENTS[2:], "--qsa", "--budget", "64"],
+     "required with --qsa: --num-qo-heads, --index-heads, --pages-per-seq, --max-requests, "
+     "--max-rows, --index-dim, --num-pages, --max-positions, --rotary-dim\n"),
+    ([*QSA, "--max-draft", "-1"], "max_draft must be in [0, 2147483647], got -1"),
     ([*QSA, "--compress-ratio", "3"], "compress_ratio must be one of (2, 4, 8), got"),
 ])  # fmt: skip
 def test_wrong_options(arguments, message, gpu, capsys):
@@ -225,6 +230,8 @@ def test_as_a_module():
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0 and "--num-qo-heads" in done.stdout, done.stderr
+    assert done.stdout.count("required with --qsa") == len(command.QSA)
+    assert len(re.findall("required$", done.stdout, re.M)) == len(command.SIZES)
     assert not done.stderr
 
 

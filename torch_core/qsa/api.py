@@ -29,7 +29,7 @@ def prepare_query(
     """Index queries from their projection: RMSNorm with weight 1 + w, then rotation.
 
     Args:
-        projection: [num_rows, index_heads, index_dim].
+        projection: [num_rows, index_heads, index_dim]; bfloat16, float16 or float32.
         weight: [index_dim], w of the norm.
         cos, sin: rotary tables, as in `compress`.
         positions: int32 [num_rows], row of the tables for each query; a negative one is padding.
@@ -37,6 +37,15 @@ def prepare_query(
 
     Returns:
         [num_rows, index_heads, index_dim] in the projection's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument of wrong shape, value or dtype; on a CPU, a position
+            without a row in the tables.
+        NotImplementedError: a gradient is asked for.
+
+    Caller's contract: the tables have a row for every position. The CPU checks it.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     eps = describe.describe_query(projection, weight, cos, sin, positions, eps=eps)
     require_same_device(projection=projection, weight=weight, cos=cos, sin=sin, positions=positions)
@@ -391,6 +400,14 @@ def attention(
 
     Writes `ring` and `compressed_cache` in place. The step's keys and values must be in their
     caches: call `append_kv` before.
+
+    Args:
+        query, key_cache, value_cache, sm_scale, k_scale, v_scale, gate, return_lse, out: as in
+            `attend`.
+        index_query, budget, workspace_bytes: as in `select`.
+        index_key, ring, compressed_cache, seq_lens, weight, cos, sin, eps, ring_ids,
+            rotary_positions: as in `compress`.
+        page_table, metadata, compress_ratio, num_decodes, decode_query_len: as in all.
 
     Returns:
         What `attend` returns.

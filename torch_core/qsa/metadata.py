@@ -15,16 +15,34 @@ from .problem import METADATA, QSAProblem
 
 
 class Metadata(NamedTuple):
-    """int32 [num_rows] each. A padding row is -1 in all of them but `visible`, where it is 0."""
+    """What kernels know about each row: int32 [num_rows] each.
 
-    request_ids: Any  # request of the row
-    positions: Any  # place of its token in the request, from 0
-    visible: Any  # complete groups at or before it
-    slots: Any  # place in the compressed cache of the group that it completes, else -1
+    A padding row is -1 in all of them but `visible`, where it is 0.
+
+    Fields:
+        request_ids: request of the row.
+        positions: place of its token in the request, from 0.
+        visible: complete groups at or before it.
+        slots: place in the compressed cache, page * groups_per_page + offset, of the group that it
+            completes; -1 where it completes none.
+    """
+
+    request_ids: Any
+    positions: Any
+    visible: Any
+    slots: Any
 
 
 class Split(NamedTuple):
-    """Python ints: the decoding requests come first, with `decode_query_len` rows each."""
+    """How a step splits into decode and prefill: Python ints. The decoding requests come first.
+
+    Fields:
+        num_decodes: decoding requests.
+        decode_query_len: rows of each of them, drafts included; 1 in a `split_batch` without any.
+        num_decode_tokens: rows of the decoding requests, num_decodes * decode_query_len.
+        num_prefills: the other requests, those without rows among them.
+        num_prefill_tokens: rows of the other requests; see `build_metadata` for padding.
+    """
 
     num_decodes: int
     decode_query_len: int
@@ -34,8 +52,21 @@ class Split(NamedTuple):
 
 
 def split_batch(cu_seqlens_q: Sequence[int], max_decode_query_len: int = 1) -> Split:
-    """The split of a batch from host-side offsets: the first requests of at most
-    `max_decode_query_len` rows decode. ValueError where their numbers of rows differ."""
+    """The split of a batch from host-side offsets.
+
+    The first requests of 1 to `max_decode_query_len` rows decode; the first other one and all after
+    it prefill.
+
+    Args:
+        cu_seqlens_q: num_requests + 1 host integers, prefix sums of the requests' rows.
+        max_decode_query_len: rows up to which a request decodes, drafts included.
+
+    Returns:
+        The Split. No request decodes: num_decodes 0 and decode_query_len 1.
+
+    Raises:
+        ValueError: the decoding requests have different numbers of rows.
+    """
     lengths = [int(b) - int(a) for a, b in itertools.pairwise(cu_seqlens_q)]
     num_decodes = 0
     while num_decodes < len(lengths) and 0 < lengths[num_decodes] <= max_decode_query_len:

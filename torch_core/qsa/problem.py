@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .. import checks
+
 METADATA = ("request_ids", "positions", "visible", "slots")
 
 
@@ -15,7 +17,22 @@ def power_of_two(value: int) -> int:
 
 
 def ring_rows(compress_ratio: int, num_draft: int) -> int:
-    """Rows of a request's ring: drafts then cannot reach the keys of an unfinished group."""
+    """Rows of a request's ring: drafts then cannot reach the keys of an unfinished group.
+
+    compress_ratio + num_draft, rounded up to a multiple of compress_ratio.
+
+    Args:
+        compress_ratio: tokens of a group, 1 or more.
+        num_draft: drafts of a decoding request, 0 or more: decode_query_len - 1.
+
+    Returns:
+        Rows, a Python int: axis 1 of `ring` in `compress`.
+
+    Raises:
+        ValueError, TypeError: an argument is no Python int in its range.
+    """
+    compress_ratio = checks.integer("compress_ratio", compress_ratio, 1)
+    num_draft = checks.integer("num_draft", num_draft, 0)
     return round_up(compress_ratio + num_draft, compress_ratio)
 
 

@@ -7,6 +7,7 @@ Source: Qwen4ExpTextQSAIndexer and Qwen4ExpTextAttention of transformers 5.24.
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..checks import INT32_MAX
 from ..reference import PIECE_ELEMENTS, _bytes
 from .metadata import Metadata
@@ -24,8 +25,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_tables(
     max_positions: int, rotary_dim: int, theta: float, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) float32 [max_positions, rotary_dim // 2] of angles position * theta ** (-2 i /
-    rotary_dim), as transformers computes them."""
+    """Rotary tables of the angles position * theta ** (-2 i / rotary_dim), in radians.
+
+    Args:
+        max_positions: rows of the tables, 0 or more.
+        rotary_dim: dims that are rotated, an even number of 2 or more.
+        theta: base of the angles.
+        device: where the tables are computed and lie; default: the CPU.
+
+    Returns:
+        (cos, sin), float32 [max_positions, rotary_dim // 2] each.
+
+    Raises:
+        ValueError, TypeError: max_positions or rotary_dim is no such Python int.
+
+    Source: the default rotary embedding of transformers 5.24.
+    """
+    max_positions = checks.integer("max_positions", max_positions, 0)
+    rotary_dim = checks.integer("rotary_dim", rotary_dim, 2)
+    if rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * (1.0 / theta**exponents)

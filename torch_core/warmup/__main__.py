@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     several = functools.partial(calls.add_argument, nargs="+")
     several("--phase", choices=PHASES, default=list(PHASES))
     for name in SIZES:
-        several(_option(name), type=int, metavar="N", required=True)
+        several(_option(name), type=int, metavar="N", help="required")
     several("--query-dtype", default=["bfloat16"], metavar="DTYPE")
     several("--kv-dtype", metavar="DTYPE", help="default: the query's")
     several("--kv-layout", choices=checks.KV_LAYOUTS, default=["NHD"])
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     qsa = made.add_argument_group("QSA (as in torch_core.qsa.warmup, with one value of the above)")
     qsa.add_argument("--qsa", action="store_true", help="QSA in place of decode and prefill")
     for name in QSA:
-        qsa.add_argument(_option(name), type=int, metavar="N")
+        qsa.add_argument(_option(name), type=int, metavar="N", help="required with --qsa")
     for name, value in (
         ("compress_ratio", 4),
         ("max_draft", 0),
@@ -89,15 +89,13 @@ def attention_tasks(options: argparse.Namespace, capability: int, load: bool) ->
 
 def qsa_tasks(options: argparse.Namespace, load: bool) -> list[Task]:
     """A task for each of QSA's kernels, and append_kv."""
-    missing = [name for name in QSA if getattr(options, name) is None]
-    several = [name for name in SINGLE if len(getattr(options, name) or ()) > 1]
-    if missing or several:
-        wrong = (missing or several)[0]
-        must = "must be given" if missing else "takes one value"
-        raise ValueError(f"{_option(wrong)} {must} with --qsa")
+    several = [_option(name) for name in SINGLE if len(getattr(options, name) or ()) > 1]
+    if several:
+        raise ValueError(f"{', '.join(several)} must have one value with --qsa")
     one: dict[str, Any] = {name: (getattr(options, name) or [None])[0] for name in SINGLE}
     dtype, ratio, pages = one["query_dtype"], options.compress_ratio, options.num_pages
     checks.integer("compress_ratio", ratio, 1)
+    checks.integer("max_draft", options.max_draft, 0)
     tokens, index_dim = one["page_size"], options.index_dim
     wanted = reachable(
         Spec((pages, tokens, one["num_kv_heads"], one["head_dim"]), one["kv_dtype"] or dtype),
@@ -126,6 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     command = parser()
     options = command.parse_args(arguments)
+    # argparse cannot know what --qsa needs, and would name its own first.
+    required = SIZES + QSA if options.qsa else SIZES
+    missing = [_option(name) for name in required if getattr(options, name) is None]
+    if missing:
+        command.error(f"required{' with --qsa' * options.qsa}: {', '.join(missing)}")
     capability = dispatch.device_capability()
     try:
         for target in [capability] if capability or options.qsa else build_targets():

@@ -46,7 +46,7 @@ def through_jax(monkeypatch):
         )
 
     names = ("build_metadata", "prepare_query", "compress", "select", "expand", "attend",
-             "attention", "warmup")  # fmt: skip
+             "attention", "warmup", "ring_rows", "rotary_tables")  # fmt: skip
     calls = SimpleNamespace(**{name: calling(name) for name in names})
     calls.Metadata, calls.split_batch = torch_qsa.Metadata, jaxattn.qsa.split_batch
     monkeypatch.setattr(errors, "qsa", calls)
