@@ -3,6 +3,7 @@
 Its output goes into an issue report as it is. Exit status 1 where the self-test fails.
 """
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -339,6 +340,7 @@ def section(title: str, lines: Iterable[str]) -> None:
 
 def main() -> int:
     """Prints the report; returns the exit status."""
+    argparse.ArgumentParser("python -m jaxattn.doctor", description=__doc__).parse_args()
     settings = {name: os.environ.get(name) for name in MEMORY}
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a server may run on the same GPU
     print("jaxattn doctor")

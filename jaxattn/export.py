@@ -16,6 +16,7 @@ out = jaxattn.export.deserialize(data).call(*arguments)  # in any process
 
 import functools
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -40,15 +41,29 @@ def export(function: Any) -> Callable[..., jax.export.Exported]:
         package flatbuffers.
 
     Raises:
+        TypeError: the function is not jitted.
         ValueError: the program has a call that no other process can make: QSA with via="dlpack".
+        NotImplementedError: a call is split over a mesh of Auto axes, which JAX does by a callback
+            of this process. Use Explicit axes or shard_map.
     """
+    if not hasattr(function, "trace"):
+        raise TypeError(f"function must be one of jax.jit, got {type(function).__name__}")
 
     @functools.wraps(function)
     def exported(*args: Any, **kwargs: Any) -> jax.export.Exported:
         function.trace(*args, **kwargs)  # registers the targets
         known = {_triton.TARGET, *(name for name, _ in _ffi._registered)}
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in known]
-        made = jax.export.export(function, disabled_checks=allowed)(*args, **kwargs)
+        try:
+            made = jax.export.export(function, disabled_checks=allowed)(*args, **kwargs)
+            made.mlir_module()
+        except NotImplementedError as error:
+            if "host_callbacks" not in str(error):
+                raise
+            raise NotImplementedError(
+                "a program whose jaxattn calls are split over a mesh of Auto axes cannot be "
+                "exported: use a mesh of Explicit axes, or jax.shard_map"
+            ) from error
         for name in _targets(made):
             if name.startswith(f"{_ffi.PREFIX}{_run.DLPACK}"):
                 raise ValueError(
@@ -71,10 +86,14 @@ def deserialize(data: bytes | bytearray) -> jax.export.Exported:
         jax.export.Exported, to `call`.
 
     Raises:
-        ValueError: the program was exported by another version, or for another device.
+        ValueError: no such bytes, or the program was exported by another version, or for another
+            device.
         ImportError, RuntimeError: a kernel that the program calls cannot be loaded or built here.
     """
-    exported = jax.export.deserialize(bytearray(data))
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+    except (struct.error, IndexError, TypeError) as error:
+        raise ValueError(f"data must be the bytes of a serialized program: {error}") from error
     _prepare(exported)
     return exported
 

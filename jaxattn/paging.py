@@ -53,13 +53,15 @@ class PagePool:
             The PagePool; each slot is empty.
 
         Raises:
-            ValueError, TypeError: a size is no Python int of 1 or more.
+            ValueError, TypeError: a size is no Python int of 1 or more, or a request could have
+                more tokens than int32 counts.
         """
         sizes = dict(
             num_pages=num_pages, page_size=page_size, batch=batch, pages_per_seq=pages_per_seq
         )
         for name, size in sizes.items():
             checks.integer(name, size, 1)
+        checks.integer("pages_per_seq * page_size", pages_per_seq * page_size, 1, 2**31 - 1)
         return cls(
             page_table=jnp.full((batch, pages_per_seq), -1, jnp.int32),
             seq_lens=jnp.zeros(batch, jnp.int32),
@@ -201,7 +203,7 @@ def copy_pages(
         The new array. On a CPU, XLA converts a whole array of bfloat16 or fp8 to write to it.
 
     Raises:
-        ValueError, TypeError: source or target of wrong shape or dtype, while tracing.
+        ValueError, TypeError: an argument of wrong kind, shape or dtype, while tracing.
 
     Caller's contract: sources exist, and no page is a target twice.
     """
@@ -209,6 +211,8 @@ def copy_pages(
     shapes.check("source", source, ("int32",), ("copies",))
     shapes.check("target", target, ("int32",), ("copies",))
     _launch.require_jax(array=array, source=source, target=target)
+    if not getattr(array, "ndim", 0) or not array.shape[0]:
+        raise ValueError(f"array must have pages on its first axis, got shape {jnp.shape(array)}")
     return _copy_pages(array, source, target)
 
 

@@ -16,8 +16,9 @@ All other axes are replicated.
 Requests may be split too, `append_kv` stays in place, and donation works as before. What would
 gather a cache is refused. Where KV heads are fewer than devices, give the mesh an axis for them and
 one for their copies: caches `P(None, None, "kv")`, queries `P(None, ("kv", "copy"))`. In
-`shard_map`, name every axis of the mesh. QSA's compressed caches and rings are whole on every
-device. Devices of other processes (`jax.distributed`) are devices like any other.
+`shard_map`, name every axis of the mesh. Of `paging` and `speculative`, what moves tokens or pages
+takes arrays split over pages on Auto axes only. QSA's compressed caches and rings are whole on
+every device. Devices of other processes (`jax.distributed`) are devices like any other.
 
 ```python
 import jax, jax.numpy as jnp, jaxattn

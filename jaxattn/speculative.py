@@ -184,6 +184,7 @@ def accept(
     """
     shapes = checks.Shapes()
     shapes.check("tokens", tokens, ("int32",), ("batch", "q_len"))
+    checks.integer("q_len", shapes["q_len"], 1)
     shapes.check("targets", targets, ("int32",), ("batch", "q_len"))
     shapes.check("draft_mask", draft_mask, ("bool",), ("batch", "q_len", "q_len"))
     _launch.require_jax(tokens=tokens, targets=targets, draft_mask=draft_mask)
@@ -224,6 +225,7 @@ def accept_sampled(
     shapes.check("tokens", tokens, ("int32",), ("batch", "q_len"))
     checks.integer("q_len", shapes["q_len"], 1)
     shapes.check("target_probs", target_probs, ("float32",), ("batch", "q_len", "vocab"))
+    checks.integer("vocab", shapes["vocab"], 1)
     axes = ("batch", shapes["q_len"] - 1, "vocab")
     shapes.check("draft_probs", draft_probs, ("float32",), axes)
     shapes.check("lengths", lengths, ("int32",), ("batch",))
@@ -296,6 +298,8 @@ def reuse_selection(
     ratio = checks.integer("compress_ratio", compress_ratio, 1)
     extra = -(-checks.integer("num_draft", num_draft, 0) // ratio)
     _launch.require_jax(selected=selected, positions=positions)
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"metadata must be a qsa.Metadata, got {type(metadata).__name__}")
     for name, array in metadata._asdict().items():
         shapes.check(f"metadata.{name}", array, ("int32",), ("num_rows",))
         _launch.require_jax(**{f"metadata.{name}": array})

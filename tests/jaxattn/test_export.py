@@ -137,6 +137,27 @@ def test_jax_export_alone_is_refused():
         jax.export.export(function)(*arguments)
 
 
+def test_a_mesh_of_auto_axes_is_refused():
+    """JAX splits its programs by a callback, and says so only where it writes them."""
+    kind = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    function, arguments = PROGRAMS["decode"]()
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(NotImplementedError, match="a mesh of Auto axes cannot be exported"):
+        export.export(function)(*jax.device_put(arguments, spread))
+
+
+@pytest.mark.parametrize("data", [b"", b"no program" * 9])
+def test_other_bytes(data):
+    with pytest.raises(ValueError, match="data must be the bytes of a serialized program"):
+        export.deserialize(data)
+
+
+def test_a_function_that_is_not_jitted():
+    with pytest.raises(TypeError, match=r"function must be one of jax\.jit, got function"):
+        export.export(lambda x: x)
+
+
 @pytest.mark.parametrize("name", ["jaxattn.attend(1, 2)", "jaxattn.decode(open('x'))",
                                   "jaxattn.decode('reference')", "jaxattn.decode"])  # fmt: skip
 def test_names_of_other_versions(name):

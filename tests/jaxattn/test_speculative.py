@@ -454,6 +454,14 @@ WRONG = [
      "parents must be earlier rows: that of row 2 must be in [0, 2), got 2 in request 1"),
     ("tokens", lambda: speculative.accept([1], TOKENS, MASK), TypeError,
      "tokens must be an array, got list"),
+    ("no_tokens", lambda: speculative.accept(TOKENS[:, :0], TOKENS[:, :0], MASK[:, :0, :0]),
+     ValueError, "q_len must be in [1"),
+    ("vocab", lambda: speculative.accept_sampled(
+        jax.random.key(0), TOKENS, PROBS[:, 1:, :0], PROBS[..., :0], ints(3, 3)), ValueError,
+     "vocab must be in [1"),
+    ("metadata", lambda: speculative.reuse_selection(
+        TOKENS, ints(1, 1), None, compress_ratio=2, num_draft=1), TypeError,
+     "metadata must be a qsa.Metadata, got NoneType"),
     ("targets", lambda: speculative.accept(TOKENS, TOKENS.astype(np.int64), MASK), TypeError,
      "targets must be int32 [batch, q_len] = [2, 3], got int64 [2, 3]"),
     ("mask", lambda: speculative.accept(TOKENS, TOKENS, MASK[:, :2]), ValueError,
