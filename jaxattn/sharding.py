@@ -139,7 +139,7 @@ class _Call:
 
     def partition(self, mesh: Mesh, given: Any, results: Any) -> tuple:
         """The callback of custom_partitioning."""
-        if mesh.empty:
+        if mesh.empty:  # shardings that name devices only
             mesh = Mesh(np.array(given[0].sharding._device_assignment), ("devices",))
         arrays = dict(zip(self.names, given, strict=True)) | dict(enumerate(results))
         axes = self._resolve(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -277,6 +278,22 @@ def test_inside_shard_map(manual):
     out, lse = program(given)
     assert manual == "heads" or not collectives
     compare.check_attention(arguments, np.asarray(out), np.asarray(lse))
+
+
+def test_shardings_without_a_mesh():
+    """Shardings that name devices only, as older code makes them."""
+    mesh, specs = mesh_of(AxisType.Auto, x=8), over_heads("x")
+
+    def nameless(name, array):
+        named = NamedSharding(mesh, specs.get(name, P()))
+        return GSPMDSharding(mesh._flat_devices_tuple, named._to_xla_hlo_sharding(array.ndim))
+
+    arguments = EIGHT.make()
+    arrays, static = faults.jax_arrays(arguments)
+    given = {name: jax.device_put(x, nameless(name, x)) for name, x in arrays.items()}
+    program, collectives, _ = compiled(lambda arrays: jaxattn.decode(**arrays, **static), given)
+    assert not collectives
+    compare.check_attention(arguments, np.asarray(program(given)))
 
 
 def test_vmap_over_layers_of_split_caches():
