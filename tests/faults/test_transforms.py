@@ -265,7 +265,7 @@ def test_r15_calls_from_8_threads(front):
 
     def work(thread):
         try:
-            for step in range(50):
+            for step in range(300):
                 if step % 10 == thread:
                     with pytest.raises(faults.RUNTIME_ERRORS[front], match="seq_lens must be in"):
                         faults.attend(front, wrong)
