@@ -36,6 +36,11 @@ def gpus() -> tuple[int, ...]:
     return tuple(device.local_hardware_id for device in devices)
 
 
+def platform() -> str:
+    """What `_ffi` calls JAX's default platform."""
+    return "gpu" if environment().capability else "cpu"
+
+
 def multiprocessors() -> int:
     """Multiprocessors of JAX's default device, 0 without a GPU."""
     device = _device()

@@ -299,7 +299,9 @@ def _call(
     if problem.return_lse:
         results.append(jax.ShapeDtypeStruct(problem.lse_shape, jnp.float32))
     recipe = (backend, names, len(results))
-    return tuple(_ffi.call_made(problem.phase, recipe, operands, results, platform=_platform()))
+    return tuple(
+        _ffi.call_made(problem.phase, recipe, operands, results, platform=_device.platform())
+    )
 
 
 def _checked(
@@ -310,12 +312,8 @@ def _checked(
     names, operands = _operands(problem, views, arrays, scales)
     table = jax.ShapeDtypeStruct(arrays.page_table.shape, jnp.int32)
     recipe = (problem.phase, names)
-    (checked,) = _ffi.call_made("check", recipe, operands, [table], platform=_platform())
+    (checked,) = _ffi.call_made("check", recipe, operands, [table], platform=_device.platform())
     return arrays._replace(page_table=checked)
-
-
-def _platform() -> str:
-    return "gpu" if _device.environment().capability else "cpu"
 
 
 def _operands(

@@ -86,10 +86,7 @@ def paged_attention(
         shapes.check("lengths", lengths, ("int32",), ("batch",))
     batch, heads, head_dim = q.shape
     kv_heads, num_pages, page_size, _ = k_pages.shape
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"q must have a positive multiple of num_kv_heads = {kv_heads} heads, got {heads}"
-        )
+    checks.heads("q", heads, kv_heads)
     if lengths is None:
         lengths = jnp.full(batch, block_tables.shape[1] * page_size, jnp.int32)
     # Kernels count the strides of a head in 32 bits.

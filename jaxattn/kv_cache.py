@@ -216,7 +216,7 @@ def _checked(problem: AppendProblem, arrays: AppendInputs) -> AppendInputs:
             *(getattr(arrays, name) for name in names),
         ],
         [jax.ShapeDtypeStruct(places.shape, jnp.int32)],
-        platform="gpu" if _device.environment().capability else "cpu",
+        platform=_device.platform(),
     )
     return arrays._replace(**{wanted: checked})
 

@@ -201,11 +201,8 @@ def _check_shapes(arrays: _Arrays) -> None:
     for name in ("keys", "values"):
         array = getattr(arrays, name)
         shapes.check(name, array, (dtype,), ("tokens", "num_kv_heads", "head_dim"))
-    heads, kv_heads = shapes["num_q_heads"], shapes["num_kv_heads"]
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"queries must have a positive multiple of num_kv_heads = {kv_heads} heads, got {heads}"
-        )
+    kv_heads = shapes["num_kv_heads"]
+    checks.heads("queries", shapes["num_q_heads"], kv_heads)
     combined, width = math.prod(arrays.kv_cache.shape[2:-1]), shapes["width"]
     if shapes["page_size"] < 1 or combined < 2 * kv_heads or not 1 <= shapes["head_dim"] <= width:
         raise ValueError(

@@ -120,9 +120,11 @@ def run(
         if isinstance(operand, torch.Tensor) and name not in CACHES:
             operands[name] = operand.contiguous()
     launch(binding, tensors | operands)
-    if out_scale is not None:
+    if isinstance(out_scale, torch.Tensor):
         # In float32: a 0-d tensor would be rounded to out's dtype first.
         torch.mul(out.float(), out_scale, out=out)
+    elif out_scale is not None:
+        out.mul_(out_scale)
     if lse is not None:
         lse.mul_(binding.lse_unit)
     if binding.sinks_after and lse is not None:

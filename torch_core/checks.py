@@ -84,6 +84,15 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def heads(name: str, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless KV heads share out the heads of the array `name`."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{name} must have a positive multiple of num_kv_heads = {num_kv_heads} heads, got "
+            f"{num_heads}"
+        )
+
+
 def scale(name: str, value: Any, *, positive: bool = True) -> Any:
     """A Python number (returned as float) or a 0-d floating array (returned as it is)."""
     number = _number(value)

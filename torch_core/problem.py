@@ -143,11 +143,7 @@ def _describe_attention(
         shapes.check("sinks", inputs.sinks, ("float32",), ("num_qo_heads",))
     query_dtype, kv_dtype = dtype_name(inputs.query), dtype_name(inputs.key_cache)
     _check_dtype_pair(query_dtype, kv_dtype)
-    heads, kv_heads = shapes["num_qo_heads"], shapes["num_kv_heads"]
-    if heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"query must have a positive multiple of num_kv_heads = {kv_heads} heads, got {heads}"
-        )
+    checks.heads("query", shapes["num_qo_heads"], shapes["num_kv_heads"])
     if soft_cap is not None and not isinstance(
         soft_cap := checks.scale("soft_cap", soft_cap), float
     ):

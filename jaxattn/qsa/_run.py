@@ -239,7 +239,7 @@ def checked(call: str, arrays: Arrays, **numbers: int) -> Arrays:
         (call, tuple(given), tuple(numbers)),
         [np.array(list(numbers.values()), np.int32), *given.values(), lengths],
         [_result(lengths.shape, "int32")],
-        platform="gpu" if _device.environment().capability else "cpu",
+        platform=_device.platform(),
     )
     return arrays | dict(seq_lens=passed)
 

@@ -209,11 +209,7 @@ def describe_attend(
         raise TypeError(
             f"key_cache must have the query's dtype {query_dtype} or be {E4M3}, got {kv_dtype}"
         )
-    heads, kv_heads = shapes["num_qo_heads"], shapes["num_kv_heads"]
-    if heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"query must have a positive multiple of num_kv_heads = {kv_heads} heads, got {heads}"
-        )
+    checks.heads("query", shapes["num_qo_heads"], shapes["num_kv_heads"])
     page_size = _page_size("key_cache", shapes["page_size"], ratio)
     shapes.check("page_table", page_table, ("int32",), ("num_requests", "pages_per_seq"))
     _check_range(shapes, page_size, ratio)
