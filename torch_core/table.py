@@ -43,7 +43,6 @@ class Kernel:
     window: bool
     sinks: bool
     drafts: bool = False  # q_len > 1
-    non_causal: bool = True
     plans: bool = False  # takes a plan; a call without one makes its own, on the device
     cubins: bool = False
     batch_invariant: bool = True

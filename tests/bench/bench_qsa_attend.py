@@ -6,8 +6,7 @@
 belong to requests of 16384 tokens; calls of one graph read other requests. Prefill is one chunk at
 the end of one request, four requests in turn. `random` draws each row's 512 groups anew; `shared`
 keeps 80% of the previous row's groups and draws the rest anew, both among the visible ones.
-Kernels are compiled in parallel processes first. `pdl`: the merge, or both launches, may start
-before the launch before them has ended. Needs torch and triton only.
+Kernels are compiled in parallel processes first. Needs torch and triton only.
 """
 
 import functools
@@ -17,8 +16,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +52,9 @@ GEOMETRY = dict(
 
 @dataclass(frozen=True)
 class Variant:
-    """A tuning of one path; pdl: "", "merge" or "both"."""
+    """A tuning of one path."""
 
     tuning: object = None
-    pdl: str = ""
 
     def chain(self, problem):
         return plan_attend.plan_attend(problem, gate=False, tuning=self.tuning)
@@ -69,20 +66,19 @@ class Variant:
         shape = f"n{t.block_tokens} w{t.num_warps} s{t.num_stages}"
         if isinstance(t, Tiles):
             return f"tiles T{t.tile_rows} m{t.block_vectors} {shape}"
-        pdl = f" pdl {self.pdl}" if self.pdl else ""
-        return f"rows t{t.tiles} {shape} d{t.merge_dim}{pdl}"
+        return f"rows t{t.tiles} {shape} d{t.merge_dim}"
 
 
-def rows(tiles: int, tokens: int, warps: int, stages: int, dim: int = 256, pdl: str = "both"):
-    tuning = Rows(
-        block_tokens=tokens,
-        tiles=tiles,
-        num_warps=warps,
-        num_stages=stages,
-        merge_dim=dim,
-        overlap=bool(pdl),
+def rows(tiles: int, tokens: int, warps: int, stages: int, dim: int = 256) -> Variant:
+    return Variant(
+        Rows(
+            block_tokens=tokens,
+            tiles=tiles,
+            num_warps=warps,
+            num_stages=stages,
+            merge_dim=dim,
+        )
     )
-    return Variant(tuning, pdl)
 
 
 def tiles(tile_rows: int, vectors: int, tokens: int, warps: int, stages: int) -> Variant:
@@ -102,32 +98,31 @@ PREFILL_SIZES = ((8192, 8192), (4096, 65536))  # rows, tokens
 DECODE = {
     1: (
         Variant(),
-        rows(1, 64, 4, 2, 64, "merge"),
-        rows(1, 64, 4, 2, 32, ""),
-        rows(1, 64, 8, 2, 64, ""),
-        rows(1, 32, 4, 2, 64, ""),
+        rows(1, 64, 4, 2, 64),
+        rows(1, 64, 4, 2, 32),
+        rows(1, 64, 8, 2, 64),
+        rows(1, 32, 4, 2, 64),
     ),
     8: (
         Variant(),
-        rows(2, 64, 4, 2, pdl="merge"),
-        rows(2, 64, 8, 2, pdl="merge"),
-        rows(2, 64, 8, 2, pdl=""),
-        rows(4, 32, 4, 3, pdl=""),
+        rows(2, 64, 4, 2),
+        rows(2, 64, 8, 2),
+        rows(4, 32, 4, 3),
     ),
     32: (
         Variant(),
-        rows(8, 64, 4, 2, pdl="merge"),
-        rows(8, 64, 8, 2, pdl=""),
-        rows(16, 32, 4, 3, pdl=""),
+        rows(8, 64, 4, 2),
+        rows(8, 64, 8, 2),
+        rows(16, 32, 4, 3),
     ),
-    128: (Variant(), rows(ALL, 64, 4, 2, pdl="")),
+    128: (Variant(), rows(ALL, 64, 4, 2)),
 }
 E4M3 = (
     Variant(),
-    rows(16, 32, 4, 4, pdl=""),
-    rows(8, 32, 4, 3, pdl=""),
-    rows(16, 32, 8, 3, pdl=""),
-    rows(8, 64, 8, 2, pdl=""),
+    rows(16, 32, 4, 4),
+    rows(8, 32, 4, 3),
+    rows(16, 32, 8, 3),
+    rows(8, 64, 8, 2),
 )
 PREFILL = (
     Variant(),
@@ -136,24 +131,6 @@ PREFILL = (
     tiles(10, 128, 32, 8, 3),
     tiles(10, 128, 64, 8, 2),
 )
-
-
-@contextmanager
-def overlapping(pdl: str) -> Iterator[None]:
-    """Launches merge, or both kernels, as programmatic dependents."""
-    arguments = launch._arguments
-
-    def with_pdl(pointers, constants, num_warps, num_stages):
-        made = arguments(pointers, constants, num_warps, num_stages)
-        if pdl == "both" or (pdl and "BLOCK_SPLITS" in made):
-            made["launch_pdl"] = True
-        return made
-
-    launch._arguments = with_pdl
-    try:
-        yield
-    finally:
-        launch._arguments = arguments
 
 
 def problem_of(num_rows: int, **fields):
@@ -189,17 +166,14 @@ def dtypes(problem) -> dict[str, str]:
     return kinds | caches | {"query": problem.query_dtype}
 
 
-def specializations(problem, variant) -> list[tuple]:
-    wanted = launch.specializations(variant.chain(problem), dtypes(problem))
-    return [(variant.pdl, one) for one in sorted(wanted, key=repr)]
+def specializations(problem, variant) -> list:
+    return sorted(launch.specializations(variant.chain(problem), dtypes(problem)), key=repr)
 
 
-def compile_one(task: tuple) -> str:
+def compile_one(wanted) -> str:
     """Fills Triton's cache on disk; what went wrong."""
-    pdl, wanted = task
     try:
-        with overlapping(pdl):
-            launch.compile_ahead(wanted)
+        launch.compile_ahead(wanted)
     except Exception as error:
         return f"compile {wanted.kernel}: {type(error).__name__} {str(error)[:200]}"
     return ""
@@ -209,7 +183,7 @@ def compile_all(sections: list[str]) -> None:
     """In forked processes, so that torch is imported once; CUDA must not be in use before."""
     tasks = [task for pair in all_work(sections) for task in specializations(*pair)]
     tasks = list(dict.fromkeys(tasks))
-    for _, wanted in tasks:
+    for wanted in tasks:
         launch.load(wanted.kernel)  # imports triton, once
     workers = min(14, os.cpu_count() or 1, len(tasks))
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -326,9 +300,8 @@ def measure(case: str, problem, sets, variants, picked, repeats: int, deadline: 
             continue
         try:
             chain = variant.chain(problem)
-            with overlapping(variant.pdl):
-                note = wrong(launch.run(chain, sets[0]), exact, picked)
-                us = graph_us(calls(chain, sets), repeats)
+            note = wrong(launch.run(chain, sets[0]), exact, picked)
+            us = graph_us(calls(chain, sets), repeats)
             if len(chain) == 3 and chain[0] not in joined:
                 joined.add(chain[0])
                 note += f" of it join {graph_us(calls(chain[:1], sets), repeats):.0f}"

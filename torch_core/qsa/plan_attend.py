@@ -9,15 +9,13 @@ from .problem import QSAProblem, power_of_two
 @dataclass(frozen=True, kw_only=True)
 class RowsTuning:
     """How single rows are walked: by programs of `tiles` tiles of block_tokens tokens. A row that
-    takes several of them is merged by programs of merge_dim elements of a head. overlap: launches
-    may start before the last one ended, if the launcher allows it; SM90 only."""
+    takes several of them is merged by programs of merge_dim elements of a head."""
 
     block_tokens: int
     tiles: int
     num_warps: int
     num_stages: int
     merge_dim: int
-    overlap: bool = False
 
     def splits(self, problem: QSAProblem) -> int:
         """Programs for one row and KV head."""
@@ -45,8 +43,8 @@ _MAX_TILE_ROWS = 16
 
 
 # Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, tiles of 64 | 32 tokens,
-# as many a program: 1 row 8.2 | 7.8, 8 rows 18.1 | 17.3, 32 rows 45.0 | 44.2; with overlap no less.
-# 128 rows, whole lists: 138.6 | 156.5.
+# as many a program: 1 row 8.2 | 7.8, 8 rows 18.1 | 17.3, 32 rows 45.0 | 44.2; no less with
+# launches that overlap (programmatic dependent launch). 128 rows, whole lists: 138.6 | 156.5.
 # Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
 # entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 3114 for
 # 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%.
@@ -169,9 +167,9 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     count = tuning.splits(problem)
     if count == 1:
         return (single,)
-    splits, overlap = ("SPLITS", count), ("OVERLAP", tuning.overlap)
+    splits = ("SPLITS", count)
     states = (problem.num_rows, problem.num_qo_heads, count)
-    shape = (splits, ("TILES", tuning.tiles), *blocks, overlap)
+    shape = (splits, ("TILES", tuning.tiles), *blocks)
     split = replace(
         single,
         kernel="attend:decode_split",
@@ -194,7 +192,6 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("BLOCK_SPLITS", power_of_two(count)),
             ("BLOCK_DIM", tuning.merge_dim),
             ("GATE", gate),
-            overlap,
         ),
         num_warps=4,
         num_stages=1,

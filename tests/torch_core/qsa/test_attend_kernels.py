@@ -131,8 +131,6 @@ def run(case: Case, path: str, device: str, block: int = 16) -> dict[str, torch.
         chain = plan_attend(problem, gate=gate, tuning=rows)
     elif path == "split":
         tuning = replace(rows, tiles=max(-(-problem.num_selected // (3 * block)), 1))
-        if device == "cuda" and torch.cuda.get_device_capability() >= (9, 0):
-            tuning = replace(tuning, overlap=True)
         chain = plan_attend(problem, gate=gate, tuning=tuning)
     else:
         union = 0 if path == "apart" else 100

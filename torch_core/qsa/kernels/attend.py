@@ -2,14 +2,10 @@
 attend_prefill shares.
 
 A row's state is (acc, top, total): the sum of exp(score - top) * value, the largest score, and the
-sum of exp(score - top). top is -inf and total 0 as long as there is no score.
-
-OVERLAP lets the next launch start before this one ends, and this one before the last ended, where
-the launches say that they may; otherwise its two instructions do nothing. They need SM90."""
+sum of exp(score - top). top is -inf and total 0 as long as there is no score."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -266,16 +262,12 @@ def decode_split(
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Grid (rows * NUM_KV_HEADS, SPLITS): TILES tiles of a list each. The KV heads of a row, whose
     keys lie side by side, start together, and the last splits, which have little to read, last.
     partial [rows, NUM_QO_HEADS, SPLITS, HEAD_DIM]: sums not yet divided; state [rows, NUM_QO_HEADS,
     SPLITS, 2]: top and total."""
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -308,12 +300,8 @@ def merge(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     GATE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Grid (rows * NUM_QO_HEADS, HEAD_DIM // BLOCK_DIM): joins the splits of one row and head."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)

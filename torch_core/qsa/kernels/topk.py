@@ -194,6 +194,28 @@ def select_row(
 
 
 @triton.jit
+def start_row(
+    request_ids_ptr,
+    visible_ptr,
+    row_start_ptr,
+    row_end_ptr,
+    MAX_GROUPS: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
+    """A program's row, in this chunk and in the outputs, its request and its visible groups.
+    `row_end` is where the next chunk of rows starts."""
+    row = tl.program_id(0).to(tl.int64)
+    output_row = row
+    if HAS_START:
+        output_row += tl.load(row_start_ptr)
+    if row == 0:
+        tl.store(row_end_ptr, (output_row + tl.num_programs(0)).to(tl.int32))
+    request = tl.load(request_ids_ptr + output_row).to(tl.int64)
+    visible = tl.load(visible_ptr + output_row)
+    return row, output_row, request, tl.where(request >= 0, tl.minimum(visible, MAX_GROUPS), 0)
+
+
+@triton.jit
 def select_rows(
     scores_ptr,
     maxima_ptr,
@@ -218,16 +240,11 @@ def select_rows(
     BINS: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
-    """One program selects one row's groups. `row_end` is where the next chunk of rows starts."""
-    row = tl.program_id(0).to(tl.int64)
-    output_row = row
-    if HAS_START:
-        output_row += tl.load(row_start_ptr)
-    if row == 0:
-        tl.store(row_end_ptr, (output_row + tl.num_programs(0)).to(tl.int32))
-    request = tl.load(request_ids_ptr + output_row).to(tl.int64)
-    visible = tl.load(visible_ptr + output_row)
-    visible = tl.where(request >= 0, tl.minimum(visible, PAGES_PER_SEQ * GROUPS_PER_PAGE), 0)
+    """One program selects one row's groups."""
+    MAX_GROUPS: tl.constexpr = PAGES_PER_SEQ * GROUPS_PER_PAGE
+    row, output_row, request, visible = start_row(
+        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START
+    )
     select_row(
         scores_ptr + row * WIDTH,
         maxima_ptr + row * (WIDTH // CHUNK),
@@ -240,7 +257,7 @@ def select_rows(
         NUM_PAGES,
         TOPK,
         BLOCK_TOPK,
-        PAGES_PER_SEQ * GROUPS_PER_PAGE,
+        MAX_GROUPS,
         CHUNK,
         BLOCK_CHUNKS,
         CAPACITY,
@@ -284,17 +301,11 @@ def select_tokens(
     BLOCK: tl.constexpr,
 ):
     """select_rows and expand_rows in one launch."""
-    row = tl.program_id(0).to(tl.int64)
-    output_row = row
-    if HAS_START:
-        output_row += tl.load(row_start_ptr)
-    if row == 0:
-        tl.store(row_end_ptr, (output_row + tl.num_programs(0)).to(tl.int32))
     MAX_GROUPS: tl.constexpr = PAGES_PER_SEQ * GROUPS_PER_PAGE
-    request = tl.load(request_ids_ptr + output_row).to(tl.int64)
-    visible = tl.load(visible_ptr + output_row)
+    row, output_row, request, visible = start_row(
+        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START
+    )
     position = tl.load(positions_ptr + output_row)
-    visible = tl.where(request >= 0, tl.minimum(visible, MAX_GROUPS), 0)
     tokens_row_ptr = token_indices_ptr + output_row * (TOPK * RATIO + RATIO - 1)
     count = select_row(
         scores_ptr + row * WIDTH,
