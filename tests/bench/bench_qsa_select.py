@@ -276,7 +276,6 @@ OTHERS = {
 RAGGED_VARIANTS = [(128, 4, 3, 8), (128, 4, 3, 32), (64, 4, 4, 24), (64, 4, 3, 32)]
 TOPK_VARIANTS = [
     dict(),
-    dict(bins=128),
     dict(chunk=16, capacity=512),
     dict(chunk=8, capacity=512, decode_topk_warps=8),
 ]

@@ -21,7 +21,6 @@ class SelectTuning:
     chunk: int | None = None  # groups under one maximum: a power of two, at least 4
     capacity: int | None = None  # chunks that top-k looks into: a power of two, topk or more
     few: int | None = None  # scores of its last search: a power of two, topk or more
-    bins: int = 64
     decode_topk_warps: int | None = None
     prefill_topk_warps: int | None = None
     decode_groups: int | None = None  # keys of one tile
@@ -276,7 +275,6 @@ def _select(
         ("BLOCK_CHUNKS", sizes.block_chunks),
         ("CAPACITY", sizes.capacity),
         ("FEW", sizes.few),
-        ("BINS", tuning.bins),
         ("HAS_START", not first),
     )
     if tokens:

@@ -28,45 +28,55 @@ def key_range(keys):
 
 
 @triton.jit
-def find_bound(keys, low, high, LEAST: tl.constexpr, MOST: tl.constexpr, BINS: tl.constexpr):
+def count_reaching(keys, low, step):
+    """How many keys reach low, low + 1, and each of six bounds `step` apart above that."""
+    packed = ()
+    for i in tl.static_range(4):
+        first = low + 1 + step * (i - 1) if i > 0 else low
+        second = low + 1 + step * (i + 3)
+        packed += ((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16),)
+    # One reduction, which gives every thread all counts.
+    sums = tl.sum(tl.join(tl.join(packed[0], packed[1]), tl.join(packed[2], packed[3])), 0)
+    left, right = tl.split(sums)
+    c0, c1 = tl.split(left)
+    c2, c3 = tl.split(right)
+    low_counts = (c0 & 0xFFFF, c1 & 0xFFFF, c2 & 0xFFFF, c3 & 0xFFFF)
+    return low_counts + (c0 >> 16, c1 >> 16, c2 >> 16, c3 >> 16)
+
+
+@triton.jit
+def find_bound(keys, low, high, LEAST: tl.constexpr, MOST: tl.constexpr):
     """(bound, ties, count): the keys above bound and the first `ties` keys equal to it are `count`
     keys, among them the LEAST highest of lowest index. LEAST <= count <= MOST, or fewer when fewer
-    keys are from low to high, which must be all above LOWEST. At most 2**15 keys.
+    keys are from low to high, which must be all above LOWEST. Fewer than 2**15 keys are above it.
 
-    Each step cuts what is left between two bounds into BINS / 2 to BINS pieces, and keeps the piece
-    that the LEAST-th highest key lies in: at most 7 steps with 64 bins, on any data. The lowest
-    piece is `low` alone, since many keys often equal the lowest one: scores of 0."""
+    Each step cuts what is left into `low` alone and seven pieces above it, and keeps the piece that
+    the LEAST-th highest key lies in: at most 12 steps, on any data. `low` is alone since many keys
+    often equal the lowest one: scores of 0."""
     keys = tl.reshape(keys, [keys.numel])
-    bins = tl.arange(0, BINS)
     span = (high - low).to(tl.uint32, bitcast=True)
-    above = low * 0  # keys > low + span, fewer than LEAST
-    count = above  # keys >= low
+    count = low * 0
     going = low == low
     while going:
-        # span <= (BINS - 1) << shift: the power of two above what exceeds span by a BINS / 2-th.
-        padded = span.to(tl.float32) * (1.0 + 2.0 / BINS)
-        exponent = (padded.to(tl.int32, bitcast=True) >> 23) - 126
-        shift = tl.maximum(exponent, BINS.bit_length() - 1) - (BINS.bit_length() - 1)
-        offsets = (keys - low).to(tl.uint32, bitcast=True)
-        # Piece i > 0 is the 2 ** shift offsets up to i << shift; piece 0 is offset 0.
-        pieces = ((offsets - 1) >> shift.to(tl.uint32)).to(tl.int32) + 1
-        pieces = tl.where(keys == low, 0, pieces)
-        histogram = tl.histogram(pieces, BINS, mask=offsets <= span)
-        reached = tl.cumsum(histogram, 0, reverse=True) + above
-        # The highest bin that reaches LEAST, with its counts.
-        packed = (bins.to(tl.int64) << 32) + (reached.to(tl.int64) << 16) + (reached - histogram)
-        best = tl.max(tl.where((reached >= LEAST) | (bins == 0), packed, 0), 0)
-        piece = (best >> 32).to(tl.int32)
-        start = tl.where(piece > 0, ((piece - 1) << shift) + 1, 0)
+        step = tl.where(span > 0, (span - 1) // 7 + 1, 0).to(tl.int32, bitcast=True)
+        counts = count_reaching(keys, low, step)
+        # The highest bound that LEAST keys reach.
+        piece = low * 0
+        count = counts[0]
+        for i in tl.static_range(1, 8):
+            enough = (counts[i] >= LEAST) & (span > 0)
+            piece = tl.where(enough, i, piece)
+            count = tl.where(enough, counts[i], count)
+        start = tl.where(piece > 0, (piece - 1) * step + 1, 0)
         low += start
-        width = ((shift * 0 + 1) << shift) - 1
-        span = tl.minimum(span - start.to(tl.uint32), width.to(tl.uint32))
-        span = tl.where(piece > 0, span, 0)
-        count = ((best >> 16) & 0xFFFF).to(tl.int32)
-        above = (best & 0xFFFF).to(tl.int32)
+        left = tl.minimum(span - start.to(tl.uint32, bitcast=True), (step - 1).to(tl.uint32))
+        span = tl.where(piece > 0, left, 0)
         going = (count > MOST) & (span > 0)
-    fits = count <= MOST
-    return low, tl.where(fits, ALL_TIES, LEAST - above), tl.where(fits, count, LEAST)
+    ties = low * 0 + ALL_TIES
+    if count > MOST:
+        ties = LEAST - tl.sum((keys > low).to(tl.int32), 0)
+        count = low * 0 + LEAST
+    return low, ties, count
 
 
 @triton.jit

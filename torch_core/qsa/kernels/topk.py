@@ -4,8 +4,8 @@ Three searches on ever less data instead of one on the row. The groups of the TO
 lie in the TOPK chunks of highest maximum (of equal maxima the lowest chunk), so a search over the
 maxima keeps at most CAPACITY chunks, on any data. Its bound is also one for scores: of those in
 these chunks that reach it at most FEW are kept, if need be by a second search, and a last search
-over them is exact. All searches count keys in registers by histograms, whose integers come out the
-same in any order; no sort.
+over them is exact. All searches count keys in registers, and integers sum to the same in any
+order; no sort.
 """
 
 import triton
@@ -78,7 +78,6 @@ def keep_highest(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    BINS: tl.constexpr,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -94,7 +93,7 @@ def keep_highest(
             chunks = tl.arange(0, BLOCK_CHUNKS)
             keys = sortable(load_first(maxima_row_ptr, num_chunks, float("-inf"), BLOCK_CHUNKS))
             low, highest = key_range(keys)
-            least, ties, num_chunks = find_bound(keys, low, highest, TOPK, CAPACITY, BINS)
+            least, ties, num_chunks = find_bound(keys, low, highest, TOPK, CAPACITY)
             store_candidates(keys, chunks, least, ties, scratch_row_ptr, scratch_row_ptr, False)
             # Other threads of the program wrote the chunks that it now reads.
             tl.debug_barrier()
@@ -111,7 +110,7 @@ def keep_highest(
         count = tl.sum((keys > LOWEST).to(tl.int32), 0)
         if count > FEW:
             least, highest = key_range(keys)
-            least, ties, count = find_bound(keys, least, highest, TOPK, FEW, BINS)
+            least, ties, count = find_bound(keys, least, highest, TOPK, FEW)
         groups_ptr = scratch_row_ptr + CAPACITY
         keys_ptr = groups_ptr + FEW
         store_candidates(keys, groups, least, ties, groups_ptr, keys_ptr, True)
@@ -120,7 +119,7 @@ def keep_highest(
         groups = load_first(groups_ptr, count, 0, FEW)
     else:
         least, highest = key_range(keys)
-    bound, ties, count = find_bound(keys, least, highest, TOPK, TOPK, BINS)
+    bound, ties, count = find_bound(keys, least, highest, TOPK, TOPK)
     ROWS: tl.constexpr = keys.numel // 4
     mask, place = place_kept(tl.reshape(keys, [ROWS, 4]), bound, ties)
     columns = split_columns(tl.reshape(groups, [ROWS, 4]))
@@ -151,7 +150,6 @@ def select_row(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    BINS: tl.constexpr,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -183,7 +181,6 @@ def select_row(
                 BLOCK_CHUNKS,
                 CAPACITY,
                 FEW,
-                BINS,
                 RATIO,
                 TOKENS,
             )
@@ -237,7 +234,6 @@ def select_rows(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    BINS: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
     """One program selects one row's groups."""
@@ -262,7 +258,6 @@ def select_rows(
         BLOCK_CHUNKS,
         CAPACITY,
         FEW,
-        BINS,
         1,
         False,
     )
@@ -295,7 +290,6 @@ def select_tokens(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    BINS: tl.constexpr,
     HAS_START: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -324,7 +318,6 @@ def select_tokens(
         BLOCK_CHUNKS,
         CAPACITY,
         FEW,
-        BINS,
         RATIO,
         True,
     )
