@@ -205,7 +205,8 @@ def call_kernel(
         _register_python(name, kernel.launch, (), platform="gpu")
     else:
         _register_kernel(name, kernel)
-    values = custom_call(name, arrays, kinds, indices)
+    private = [i for i, operand in enumerate(order) if operand == "semaphores"]
+    values = custom_call(name, arrays, kinds, indices, private=private)
     return dict(zip(results, values, strict=True))
 
 
@@ -353,17 +354,22 @@ def custom_call(
     operands: Sequence[jax.Array | np.ndarray],
     results: Sequence[jax.ShapeDtypeStruct],
     aliases: dict[int, int] | None,
+    *,
+    private: Collection[int] = (),
     **attributes: bytes,
 ) -> Sequence[jax.Array]:
     """A call of a target that is registered with XLA.
 
     The barriers keep it apart from slices and updates of slices around it. XLA:GPU of jax 0.11
     fuses them into one, which forgets the aliases, so that a result holds only what the call wrote;
-    and it fails where a result is what a slice is written into."""
+    fails where a result is what a slice is written into; and is not captured in a command buffer.
+    Operands that are made for this call alone are `private`: a barrier would keep XLA from making
+    those of all calls at once."""
     call = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
-    operands = list(operands)
-    for index in aliases or ():
-        operands[index] = jax.lax.optimization_barrier(operands[index])
+    operands = [
+        operand if index in private else jax.lax.optimization_barrier(operand)
+        for index, operand in enumerate(operands)
+    ]
     values = jax.lax.optimization_barrier(call(*operands, **attributes))
     # Inside shard_map a result varies over every mesh axis that an operand varies over.
     axes = tuple(set().union(*map(_varying_axes, operands)))

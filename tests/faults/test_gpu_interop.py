@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxattn
 import torch_core
 from jaxattn import _ffi, interop
-from tests import faults, inputs
+from tests import faults, inputs, loops
 from tests.faults import gpu
 from tests.faults.gpu import bits, first, jitted, static_of
 from tests.faults.interop import CACHE_NAMES
@@ -190,8 +190,8 @@ def test_r2_handing_over_shares_memory():
 @pytest.mark.parametrize("loop", ["scan", "while_loop"])
 @pytest.mark.parametrize("path", [gpu.XQA_E4M3, *gpu.NATIVE], ids=str)
 def test_r3_captured_in_loops(path, loop):
-    """64 steps with matmuls between, command buffers of any size: the lengths of each step count,
-    and a second run replays with other lengths."""
+    """64 steps with matmuls between, command buffers of any size: the lengths and the page table of
+    each step count, and a second run replays with others."""
     steps = 64
     arguments = path.case((300, 17, 64), (30, 5, 1)).make()
     arrays, _ = faults.jax_arrays(arguments)
@@ -206,33 +206,35 @@ def test_r3_captured_in_loops(path, loop):
     queries = queries.astype(query.dtype)
 
     # Queries are given, since what a program computes XLA may compute twice, and round otherwise.
-    def run(queries, noise, seq_lens):
+    def run(queries, noise, seq_lens, table, count):
         def body(index, carry):
-            noise, seq_lens, outs = carry
-            now = arrays | dict(query=queries[index], seq_lens=seq_lens)
+            noise, seq_lens, table, outs = carry
+            now = arrays | dict(query=queries[index], seq_lens=seq_lens, page_table=table)
             out = first(call(**now, **static))
             noise = jnp.tanh((noise + out) @ weights)
-            return noise, (seq_lens * 3 + 1) % 400, outs.at[index].set(out)
+            outs = outs.at[index].set(out)
+            return noise, (seq_lens * 3 + 1) % 400, jnp.roll(table, 1, 1), outs
 
-        carry = (noise, seq_lens, jnp.zeros((steps, *noise.shape), noise.dtype))
-        if loop == "scan":
-            return jax.lax.scan(lambda c, i: (body(i, c), None), carry, jnp.arange(steps))[0]
-        return jax.lax.fori_loop(0, steps, body, carry)
+        carry = (noise, seq_lens, table, jnp.zeros((steps, *noise.shape), noise.dtype))
+        return loops.run(loop, body, carry, steps, count)
 
-    noise = jnp.zeros(query.shape, jnp.bfloat16)
-    given = [(queries, noise, arrays["seq_lens"] + shift) for shift in (0, 50)]
+    noise, table = jnp.zeros(query.shape, jnp.bfloat16), arrays["page_table"]
+    given = [
+        (queries, noise, arrays["seq_lens"] + shift, table[::-1] if shift else table, steps)
+        for shift in (0, 50)
+    ]
     compiled = (
         jax.jit(run).lower(*given[0]).compile(compiler_options={"xla_gpu_graph_min_graph_size": 1})
     )
     single = jax.jit(lambda arrays: first(call(**arrays, **static)))
     before = _ffi.kernel_calls()
     results = jax.block_until_ready([compiled(*one) for one in given])
-    assert _ffi.kernel_calls() - before < 2 * steps
-    for (_, _, seq_lens), (_, _, outs) in zip(given, results, strict=True):
+    assert _ffi.kernel_calls() - before < steps
+    for (_, _, seq_lens, table, _), (*_, outs) in zip(given, results, strict=True):
         for index in range(steps):
-            expected = single(arrays | dict(query=queries[index], seq_lens=seq_lens))
-            assert np.array_equal(bits(outs[index]), bits(expected)), index
-            seq_lens = (seq_lens * 3 + 1) % 400
+            now = arrays | dict(query=queries[index], seq_lens=seq_lens, page_table=table)
+            assert np.array_equal(bits(outs[index]), bits(single(now))), index
+            seq_lens, table = (seq_lens * 3 + 1) % 400, jnp.roll(table, 1, 1)
 
 
 def column_major(array):

@@ -12,7 +12,7 @@ import torch
 import jaxattn
 import torch_core
 from jaxattn import _ffi
-from tests import inputs
+from tests import inputs, loops
 from tests.inputs import Case
 
 pytestmark = pytest.mark.gpu
@@ -86,11 +86,12 @@ def model(layers: int, num_pages: int, seed: int = 0):
 
 
 def test_no_python_and_right_over_1000_donated_steps():
-    """A jitted step with donated caches, against a torch loop now and then; no Python callback."""
+    """A jitted step with donated caches and other page tables each time, against a torch loop now
+    and then; no Python callback, and launches recorded in far fewer steps than there are."""
     step, query, caches, page_table = model(3, 64)
     jitted = jax.jit(step, donate_argnums=1)
     seq_lens = jnp.array([1, 7, 20, 3], jnp.int32)
-    before = _ffi.python_calls
+    before, launched = _ffi.python_calls, _ffi.kernel_calls()
     for index in range(1000):
         checked = index % 100 == 0
         if checked:
@@ -98,8 +99,9 @@ def test_no_python_and_right_over_1000_donated_steps():
         query, caches = jitted(query, caches, page_table, seq_lens)
         if checked:
             assert np.array_equal(bits(query), bits(expected)), f"step {index}"
-        seq_lens = seq_lens % 900 + 1
+        seq_lens, page_table = seq_lens % 900 + 1, page_table[jnp.array([1, 2, 3, 0])]
     assert _ffi.python_calls == before
+    assert _ffi.kernel_calls() - launched < 3 * 1000 / 2
 
 
 def torch_step(query, caches, page_table, seq_lens) -> torch.Tensor:
@@ -115,33 +117,30 @@ def torch_step(query, caches, page_table, seq_lens) -> torch.Tensor:
 
 @pytest.mark.parametrize("loop", ["scan", "while_loop"])
 def test_captured_in_loops(loop):
-    """Inside a loop the launches are recorded once: far fewer adapter calls than iterations."""
+    """Inside a loop the launches are recorded once, far fewer adapter calls than iterations, and
+    replayed with the lengths and page tables of each step."""
     step, query, caches, page_table = model(2, 64)
     steps = 200
 
-    def body(carry, _):
-        query, caches, seq_lens = carry
-        query, caches = step(query, caches, page_table, seq_lens)
-        return (query, caches, seq_lens % 900 + 1), query
+    def body(_, carry):
+        query, caches, table, seq_lens = carry
+        query, caches = step(query, caches, table, seq_lens)
+        return query, caches, jnp.roll(table, 1, 0), seq_lens % 900 + 1
 
-    def run(query, caches, seq_lens):
-        if loop == "scan":
-            return jax.lax.scan(body, (query, caches, seq_lens), None, length=steps)[0]
-        return jax.lax.fori_loop(0, steps, lambda _, c: body(c, None)[0], (query, caches, seq_lens))
+    def run(query, caches, table, seq_lens, count):
+        return loops.run(loop, body, (query, caches, table, seq_lens), steps, count)
 
     seq_lens = jnp.array([1, 7, 20, 3], jnp.int32)
-    expected_query, expected_caches, lens = (
-        query,
-        [tuple(map(jnp.copy, c)) for c in caches],
-        seq_lens,
-    )
+    expected_query, table, lens = query, page_table, seq_lens
+    expected_caches = [tuple(map(jnp.copy, c)) for c in caches]
     jitted = jax.jit(step)
     for _ in range(steps):
-        expected_query, expected_caches = jitted(expected_query, expected_caches, page_table, lens)
-        lens = lens % 900 + 1
-    compiled = jax.jit(run, donate_argnums=1).lower(query, caches, seq_lens).compile()
+        expected_query, expected_caches = jitted(expected_query, expected_caches, table, lens)
+        table, lens = jnp.roll(table, 1, 0), lens % 900 + 1
+    given = (query, caches, page_table, seq_lens, steps)
+    compiled = jax.jit(run, donate_argnums=1).lower(*given).compile()
     before = _ffi.kernel_calls()
-    result, *_ = compiled(query, caches, seq_lens)
+    result, *_ = compiled(*given)
     result.block_until_ready()
     assert _ffi.kernel_calls() - before < steps
     assert np.array_equal(bits(result), bits(expected_query))

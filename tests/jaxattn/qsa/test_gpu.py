@@ -10,6 +10,7 @@ import torch
 
 import torch_core
 from jaxattn import _ffi, _triton
+from tests import loops
 from tests.jaxattn.qsa import front
 from tests.jaxattn.qsa.model import Model, decode_offsets
 from tests.torch_core.qsa import cases
@@ -198,8 +199,9 @@ def kernel_launches(run) -> int:
     )
 
 
+@pytest.mark.parametrize("kind", ["scan", "while_loop"])
 @pytest.mark.parametrize("via", VIAS)
-def test_captured_in_a_loop(via):
+def test_captured_in_a_loop(via, kind):
     """Two layers launch a dozen kernels in each of 200 steps; a loop's body is recorded once."""
     model, steps = replace(MODEL, via=via), 200
     step, _ = decode_step(model)
@@ -209,18 +211,20 @@ def test_captured_in_a_loop(via):
         x, state = step(x, state, lengths)
         return x / 4, state, lengths % 250 + 1
 
-    def loop(*carry):
-        return jax.lax.fori_loop(0, steps, body, carry)
+    def loop(count, *carry):
+        return loops.run(kind, body, carry, steps, count)
 
     carry = (model.rows(3), model.state(), jnp.array([5, 100, 31], jnp.int32))
     jitted = jax.jit(lambda *carry: body(0, carry))
-    compiled = jax.jit(loop).lower(*carry).compile()
+    compiled = jax.jit(loop).lower(steps, *carry).compile()
     expected = carry
     for _ in range(steps):
         expected = jitted(*expected)
-    first = jax.block_until_ready(compiled(*carry))
+    first = jax.block_until_ready(compiled(steps, *carry))
     calls, results = _ffi.python_calls, []
-    launches = kernel_launches(lambda: results.append(jax.block_until_ready(compiled(*carry))))
+    launches = kernel_launches(
+        lambda: results.append(jax.block_until_ready(compiled(steps, *carry)))
+    )
     assert _ffi.python_calls - calls < steps
     if via == "triton":
         assert _ffi.python_calls == calls

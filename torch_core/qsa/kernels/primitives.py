@@ -40,8 +40,9 @@ def count_reaching(keys, low, step):
     left, right = tl.split(sums)
     c0, c1 = tl.split(left)
     c2, c3 = tl.split(right)
-    low_counts = (c0 & 0xFFFF, c1 & 0xFFFF, c2 & 0xFFFF, c3 & 0xFFFF)
-    return low_counts + (c0 >> 16, c1 >> 16, c2 >> 16, c3 >> 16)
+    counts = (c0 & 0xFFFF, c1 & 0xFFFF, c2 & 0xFFFF, c3 & 0xFFFF)
+    counts += (c0 >> 16, c1 >> 16, c2 >> 16, c3 >> 16)
+    return counts
 
 
 @triton.jit
