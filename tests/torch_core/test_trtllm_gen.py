@@ -126,9 +126,10 @@ def test_arguments(recorded, case):
         assert first["cum_seq_lens_kv"].tolist() == [0, 25, 34, 34, 37]
 
 
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=str)
-def test_arguments_fit_the_installed_signature(recorded, case):
-    """What we pass binds to FlashInfer's real function, where it is installed."""
+def test_arguments_fit_the_installed_signature(recorded, case, where):
+    """What we pass binds to FlashInfer's real function, where it is installed: with a GPU."""
     run(case)
     for name in ("flashinfer", *(module for module, _ in ENTRIES.values())):
         sys.modules.pop(name)

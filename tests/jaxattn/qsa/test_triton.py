@@ -259,7 +259,8 @@ else:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
-def test_compiles_every_kernel():
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_compiles_every_kernel(where):
     """For a Hopper GPU, on any machine whose JAX has GPU support."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
