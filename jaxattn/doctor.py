@@ -338,9 +338,9 @@ def section(title: str, lines: Iterable[str]) -> None:
         print(f"  could not go on: {type(error).__name__}: {error}")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
-    argparse.ArgumentParser("python -m jaxattn.doctor", description=__doc__).parse_args()
+    argparse.ArgumentParser("python -m jaxattn.doctor", description=__doc__).parse_args(arguments)
     settings = {name: os.environ.get(name) for name in MEMORY}
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a server may run on the same GPU
     print("jaxattn doctor")

@@ -260,10 +260,16 @@ class _Call:
             labels = self.split.of(name, len(shapes[name]))
             kept = tuple(axes.get(label or "", ()) for label in labels)
             if any(one and one != other for one, other in zip(found[name], kept, strict=True)):
+                advice = (
+                    f"split it as {_spelled(kept)} (jax.device_put, or "
+                    "jax.lax.with_sharding_constraint)"
+                    if any(kept)
+                    else "split its KV heads or its pages where the call can be split over them, "
+                    "or make the call in jax.shard_map"
+                )
                 raise NotImplementedError(
                     f"jaxattn.{self.name} would gather {name} {list(shapes[name])}, split over "
-                    f"the mesh's axes {_spelled(found[name])}, on every device: split it as "
-                    f"{_spelled(kept)} (jax.device_put, or jax.lax.with_sharding_constraint)"
+                    f"the mesh's axes {_spelled(found[name])}, on every device: {advice}"
                 )
         return axes
 

@@ -161,7 +161,7 @@ _REFERENCE: dict[str, Any] = dict(
     drafts=True,
 )
 
-# XQA before native decode, which is a few percent faster on some large bf16 caches, but takes a plan
+# XQA before native decode, which is a few percent faster on some large bf16 caches but takes a plan
 # of over 100 us. FlashInfer's fmha_v2 prefill has no row: it is no faster than FA3 with a plan made
 # on the device, wants keys and values in one allocation, has no lse over pages, and lets NaN of
 # slots that were never written reach the output.

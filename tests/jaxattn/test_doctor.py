@@ -55,7 +55,7 @@ def test_wrong_numbers_fail(quiet, capsys, monkeypatch):
     """Exit status 1; the other steps still run."""
     right = jaxattn.decode
     monkeypatch.setattr(jaxattn, "decode", lambda *arrays: right(*arrays) * 1.05)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     (failed,) = [line for line in lines if "FAILED," in line]
     assert failed.startswith("  decode (JAX): FAILED, AssertionError: row 0 is off by ")
@@ -68,7 +68,7 @@ def test_errors_fail(name, quiet, capsys, monkeypatch):
         raise RuntimeError("no such\nkernel")
 
     monkeypatch.setattr(jaxattn, name, broken)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert f"{name} (JAX): FAILED, RuntimeError: no such kernel\n" in capsys.readouterr().out
 
 
@@ -82,7 +82,7 @@ def test_nan_fails():
 def test_a_device_that_cannot_be_used(quiet, capsys, monkeypatch):
     """One failure with JAX's reason, not seven."""
     monkeypatch.setattr(doctor.jnp, "asarray", lambda *_: 1 / 0)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert capsys.readouterr().out.count("FAILED, ZeroDivisionError: division by zero") == 1
 
 
