@@ -36,11 +36,11 @@ def paged_attention(
     mask_value: float = DEFAULT_MASK_VALUE,
     attn_logits_soft_cap: float | None = None,
 ) -> Array:
-    """`decode` over pages of one head each, with the signature of
-    jax.experimental.pallas.ops.gpu.paged_attention.paged_attention.
+    """Decodes over pages of one head each, in place of JAX's deprecated kernel.
 
-    Scores are query . key, not scaled: scale q. Kernels take strides, so the pages are read where
-    they lie. vmap may map what is not pages; over a mesh, call it in shard_map.
+    The signature is that of jax.experimental.pallas.ops.gpu.paged_attention.paged_attention. Scores
+    are query . key, not scaled: scale q. Kernels take strides, so the pages are read where they
+    lie. vmap may map what is not pages; over a mesh, call it in shard_map.
 
     Args:
         q: [batch, num_heads, head_dim]; num_heads is a multiple of num_kv_heads.
@@ -60,7 +60,8 @@ def paged_attention(
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: scales are given, no kernel runs this call, or a gradient is asked for.
         jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time, page
-            ids or lengths out of range.
+            ids or lengths out of range. It speaks of page_table (block_tables) and seq_lens
+            (lengths), as `decode` does.
 
     Caller's contract: as in `decode`.
     """

@@ -27,7 +27,7 @@ from .qsa import _run
 
 
 def export(function: Any) -> Callable[..., jax.export.Exported]:
-    """jax.export.export of a jitted function, with jaxattn's calls allowed in it.
+    """Exports a jitted function as jax.export.export does, with jaxattn's calls allowed in it.
 
     Symbolic shapes (jax.export.symbolic_shape) work on a CPU.
 
@@ -76,7 +76,7 @@ def export(function: Any) -> Callable[..., jax.export.Exported]:
 
 
 def deserialize(data: bytes | bytearray) -> jax.export.Exported:
-    """jax.export.deserialize, which also makes what the program's jaxattn calls need here.
+    """Reads what `export` made, as jax.export.deserialize does, and makes what its calls need here.
 
     Args:
         data: of `export(...)(...).serialize()`, in a process with the same version of jaxattn; on a

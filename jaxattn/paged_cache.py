@@ -59,6 +59,9 @@ class PagedKVCache:
             kv_layout: "NHD" or "HND".
             k_scale, v_scale: dequantisation factors, numbers or 0-d float arrays; default 1.
 
+        Returns:
+            A PagedKVCache.
+
         Raises:
             ValueError, TypeError: a wrong size, dtype, layout or scale.
         """

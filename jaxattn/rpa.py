@@ -115,7 +115,8 @@ def ragged_paged_attention(
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel runs this call, or vmap or a gradient is asked for.
         jax.errors.JaxRuntimeError (or ValueError, JAX's fast path): on a CPU, at run time, page
-            ids or lengths out of range.
+            ids or lengths out of range. It speaks of page_table (page_indices), seq_lens (kv_lens)
+            and cu_seqlens_q (cu_q_lens), as `prefill` does.
 
     Caller's contract: kv_lens[i] is at least the number of rows of a live sequence i, its pages
     exist, and max_seqlen_q holds.

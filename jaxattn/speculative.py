@@ -240,8 +240,10 @@ def compact(
     seq_lens: Int32[AnyArray, " batch"],
     rows: Int32[AnyArray, "batch q_len"],
 ) -> PagedKVCache:
-    """Moves the tokens of accepted rows to where a sequence has them: that of rows[b, k] goes from
-    position seq_lens[b] + rows[b, k] to seq_lens[b] + k. Chains need no move.
+    """Moves the tokens of accepted rows to where a sequence has them.
+
+    That of rows[b, k] goes from position seq_lens[b] + rows[b, k] to seq_lens[b] + k. Chains need
+    no move.
 
     Args:
         cache: of one layer; in place if donated.

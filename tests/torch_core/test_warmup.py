@@ -126,7 +126,7 @@ def test_list(gpu, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "for capability 90:" and len(lines) == 4
     assert lines[1].split()[0] == "xqa" and "to build: about 10 s on 16 cores" in lines[1]
-    assert lines[2].split()[0] == "append_kv" and "in seconds, kept in Triton's cache" in lines[2]
+    assert lines[2].split()[0] == "append_kv" and "in seconds, unless Triton's cache" in lines[2]
     assert lines[3].split()[0] == "native_prefill_fa3" and lines[3].endswith("  built")
     assert gpu.log == [] and gpu.appends == []
 
@@ -151,6 +151,8 @@ def test_no_gpu(gpu, capsys, monkeypatch):
     assert (
         "no GPU here: set FLASHINFER_CUDA_ARCH_LIST (for example 9.0a)" in capsys.readouterr().err
     )
+    assert command.main([*ARGUMENTS, "--list"]) == 0
+    assert "for capability none (no GPU here):" in capsys.readouterr().out
     assert command.main(QSA) == 1
     assert "no GPU here: QSA's Triton kernels need the GPU itself" in capsys.readouterr().err
     monkeypatch.setenv(command.ARCHITECTURES, "9.0a 12.0f")

@@ -130,8 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         command.error(f"required{' with --qsa' * options.qsa}: {', '.join(missing)}")
     capability = dispatch.device_capability()
+    here = capability or options.qsa or (options.list and not os.environ.get(ARCHITECTURES))
     try:
-        for target in [capability] if capability or options.qsa else build_targets():
+        for target in [capability] if here else build_targets():
             if options.qsa:
                 found = qsa_tasks(options, bool(capability))
             else:
@@ -167,7 +168,8 @@ def build_targets() -> list[int]:
 
 def listing(found: list[Task], capability: int) -> str:
     """The tasks as a table, for people."""
-    states = {True: "built", None: "compiled in seconds, kept in Triton's cache"}
+    # Triton does not say what its cache holds.
+    states = {True: "built", None: "compiled in seconds, unless Triton's cache has it"}
     lines = [f"for capability {capability or 'none (no GPU here)'}:"]
     width = max((len(task.label) for task in found), default=0)
     for task in found:
