@@ -1,6 +1,8 @@
 """The bridge on a GPU: bits of torch_core, capture, no Python in steady state."""
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -254,3 +256,39 @@ def test_without_the_adapter(case, monkeypatch):
     assert _ffi.python_calls > before
     assert np.array_equal(bits(actual), bits(expected))
     jax.clear_caches()
+
+
+SERVE = """
+import jax, jax.numpy as jnp, jaxattn
+from torch_core import build
+
+limits = dict(num_qo_heads=64, num_kv_heads=8, head_dim=128, page_size=64)
+named = [jaxattn.warmup(phase, **limits) for phase in ("decode", "prefill")]
+assert named == [("xqa",), ("native_prefill_fa3",)], named
+
+def refuse(*_):
+    raise AssertionError("built after warmup")
+
+build.load = refuse
+for batch, rows in ((2, 3), (5, 40)):
+    cache = jnp.ones((8 * batch, 64, 8, 128), jnp.bfloat16)
+    query, key = (jnp.ones((rows * batch, heads, 128), jnp.bfloat16) for heads in (64, 8))
+    table = jnp.arange(8 * batch, dtype=jnp.int32).reshape(batch, 8)
+    lengths = jnp.full(batch, 300, jnp.int32)
+    starts = jnp.arange(batch + 1, dtype=jnp.int32) * rows
+    slots = jnp.arange(rows * batch, dtype=jnp.int32)
+    caches = jax.jit(jaxattn.append_kv)(key, key, cache, cache, slots=slots)
+    outs = [
+        jax.jit(jaxattn.decode)(query[:batch], *caches, table, lengths),
+        jax.jit(jaxattn.prefill, static_argnames="max_seqlen_q")(
+            query, *caches, table, lengths, starts, max_seqlen_q=rows
+        ),
+    ]
+    assert all((out == 1).all() for out in outs)
+"""
+
+
+def test_nothing_is_built_after_warmup():
+    """A fresh process warms up, and steps of any batch then build no module."""
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
