@@ -264,9 +264,9 @@ GPU = [
     Batch("decodes", (1,) * 20, tuple(range(1, 3000, 150)), num_q_heads=16, head_dim=128),
     Batch("head_64_of_128", (1, 50, 1), (999, 300, 64), num_q_heads=8),
     Batch("odd_head_dim", (1, 50), (200, 90), head_dim=80),
-    Batch("soft_cap", (1, 50), (200, 90), options=dict(soft_cap=1.5)),
-    Batch("window", (1, 50), (500, 90), options=dict(sliding_window=33)),
-    Batch("e4m3", (1, 50), (500, 90), num_kv_heads=1, kv_dtype="float8_e4m3fn",
+    Batch("soft_cap", (1, 50), (200, 90), 16, head_dim=128, options=dict(soft_cap=1.5)),
+    Batch("window", (1, 50), (500, 90), 16, head_dim=128, options=dict(sliding_window=33)),
+    Batch("e4m3", (1, 50), (500, 90), 8, 1, head_dim=128, kv_dtype="float8_e4m3fn",
           options=dict(k_scale=0.5, v_scale=2.0)),
     *map(random_batch, range(6, 12)),
 ]  # fmt: skip
