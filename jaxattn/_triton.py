@@ -10,7 +10,7 @@ time, no output relies on being zeroed, and no number is passed as an argument.
 import functools
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,6 +74,28 @@ def failure(capability: int) -> Exception | None:
     except (ImportError, RuntimeError) as error:
         return error
     return None
+
+
+def run(record: Launch, arrays: Mapping[str, Any], capability: int) -> dict[str, jax.Array]:
+    """The arrays that one launch makes or changes."""
+    sources = {new: launch.names_of(old)[1] for old, new in record.aliases}
+    if not all(record.grid):
+        return {
+            name: arrays[sources[name]] if name in sources else jnp.zeros(shape, dtype)
+            for name, shape, dtype in record.outputs
+        }
+    names = [name for name, _, _ in record.outputs]
+    values = call(
+        record,
+        {parameter: arrays[name] for parameter, name in launch.inputs_of(record)},
+        {
+            f"{name}_ptr": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            for name, shape, dtype in record.outputs
+        },
+        {record.inputs.index(old): names.index(new) for old, new in record.aliases},
+        capability,
+    )
+    return dict(zip(names, values, strict=True))
 
 
 def call(

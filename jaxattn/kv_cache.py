@@ -1,6 +1,8 @@
 """Writing the paged cache, and joining attentions over parts of it."""
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +14,10 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import debug, dispatch, reference
 from torch_core.binding import CACHES
+from torch_core.kv_cache import has_kernel
 from torch_core.problem import AppendInputs, AppendProblem, describe_append, describe_merge
 
-from . import _device, _ffi, _launch, sharding
+from . import _device, _ffi, _launch, _triton, sharding
 from .decode import AnyArray, Scale
 
 SCATTERED_ON_CPU = ("float32", "float16")
@@ -40,7 +43,8 @@ def append_kv(
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
     (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused. Over
-    a mesh each device writes to its own KV heads or pages.
+    a mesh each device writes to its own KV heads or pages. On a GPU the rows are written by
+    torch_core's kernel where jax-triton works, and else by XLA's scatter, with the same bits.
 
     Args:
         key, value: [tokens, num_kv_heads, head_dim]; bfloat16, float16 or float32. An fp8 cache
@@ -137,9 +141,29 @@ def _shard(problem: AppendProblem, given: dict, shard: sharding.Shard | None) ->
         arrays = {name: x for name, x in arrays.items() if name not in PLACES}
         arrays["slots"] = jnp.where(page < 0, -1, page * problem.page_size + offset)
     inputs = AppendInputs(**arrays, k_scale=None, v_scale=None)
-    # On a CPU, XLA converts a whole cache of another dtype to scatter into it, and back.
-    scattered = _device.environment().capability or inputs.key_cache.dtype in SCATTERED_ON_CPU
-    return (_scatter if scattered else _append_call)(problem, inputs, scales)
+    write = _writer(inputs)
+    if debug.ENABLED and write is not _append_call:
+        inputs = _checked(problem, inputs)
+    return write(problem, inputs, scales)
+
+
+def _writer(arrays: AppendInputs) -> Callable[[AppendProblem, AppendInputs, list], tuple]:
+    """What is fastest on JAX's device."""
+    cache, capability = arrays.key_cache, _device.environment().capability
+    if not capability:
+        # XLA converts a whole cache of another dtype to scatter into it, and back.
+        return _scatter if cache.dtype in SCATTERED_ON_CPU else _append_call
+    # The rows without a value cache are still to be joined, which XLA does within its scatter.
+    own = arrays.value_cache is not None and has_kernel(cache, capability)
+    return _launched if own and _triton.failure(capability) is None else _scatter
+
+
+def _launched(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
+    """torch_core's kernel, compiled for these shapes, on the caches' own memory."""
+    arrays = arrays._replace(**dict(zip(SCALES, scales, strict=True)))
+    record = importlib.import_module("torch_core.backends.append").plan(problem, arrays)
+    made = _triton.run(record, arrays._asdict(), _device.environment().capability)
+    return tuple(made[f"new_{name}"] for name in CACHES)
 
 
 def _places(problem: AppendProblem, arrays: AppendInputs) -> tuple[Array, Array]:
@@ -160,8 +184,6 @@ def _places(problem: AppendProblem, arrays: AppendInputs) -> tuple[Array, Array]
 
 def _scatter(problem: AppendProblem, arrays: AppendInputs, scales: list) -> tuple:
     """XLA's own scatter: in place on donated caches, and fused with the conversion of the rows."""
-    if debug.ENABLED:
-        arrays = _checked(problem, arrays)
     page, offset = _places(problem, arrays)
     # What lies past the end is dropped.
     page = jnp.where(page < 0, arrays.key_cache.shape[0], page)

@@ -32,7 +32,7 @@ def warmup(
     **limits: Any,
 ) -> tuple[str, ...]:
     environment = _device.environment()
-    # XLA's own scatter writes here, so that append_kv compiles nothing of ours.
+    # append_kv's kernel is compiled with the program that calls it, for its shapes.
     wanted = tasks(environment, phase, limits, _device.gpus(), append=False)
     if environment.capability:
         wanted.append(Task("adapter", "the C++ adapter of the bridge", _ffi.adapter, None, 10))

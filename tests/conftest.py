@@ -48,6 +48,20 @@ def enforce_annotations() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
+@pytest.fixture(params=["kernel", "scatter"])
+def append_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How jaxattn.append_kv writes on a GPU: by our kernel, or as without jax-triton."""
+    from jaxattn import _device, _triton
+
+    if request.param == "scatter":
+        monkeypatch.setattr(_triton, "failure", lambda _: ImportError("left out"))
+    elif failure := _triton.failure(_device.environment().capability):
+        pytest.skip(str(failure))
+    jax.clear_caches()  # of programs traced the other way
+    yield request.param
+    jax.clear_caches()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, this machine has none")

@@ -75,11 +75,15 @@ def append_kv(
 
 
 def _append(inputs: AppendInputs) -> Any:
-    """What writes: on a GPU a kernel, which needs capability 89 to make fp8 rows."""
-    capability = dispatch.device_capability(inputs.key_cache.device)
-    if capability >= (89 if inputs.key_cache.element_size() == 1 else 75):
+    """What writes: on a GPU a kernel."""
+    if has_kernel(inputs.key_cache, dispatch.device_capability(inputs.key_cache.device)):
         return importlib.import_module("torch_core.backends.append").run
     return reference.append
+
+
+def has_kernel(cache: Any, capability: int) -> bool:
+    """Whether our kernel writes to such a cache: fp8 rows are made from capability 89 on."""
+    return capability >= (89 if cache.dtype.itemsize == 1 else 75)
 
 
 def _require_own_memory(key_cache: Tensor, value_cache: Tensor) -> None:

@@ -64,8 +64,9 @@ class Kernels:
         the results."""
         arrays = dict(arrays)
         if self.way == "triton":
+            capability = _device.environment().capability
             for record in self.chain:
-                arrays |= _by_triton(record, arrays)
+                arrays |= _triton.run(record, arrays, capability)
         else:
             for piece in pieces(self.chain):
                 arrays |= _by_torch(piece, arrays)
@@ -259,25 +260,6 @@ _ffi.MAKERS["qsa_check"] = lambda call, names, numbers: _ffi.Handler(
 
 def _result(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _by_triton(record: Launch, arrays: Arrays) -> Arrays:
-    """The arrays that one launch makes or changes."""
-    sources = {new: names_of(old)[1] for old, new in record.aliases}
-    if not all(record.grid):
-        return {
-            name: arrays[sources[name]] if name in sources else jnp.zeros(shape, dtype)
-            for name, shape, dtype in record.outputs
-        }
-    names = [name for name, _, _ in record.outputs]
-    values = _triton.call(
-        record,
-        {parameter: arrays[name] for parameter, name in inputs_of(record)},
-        {f"{name}_ptr": _result(shape, dtype) for name, shape, dtype in record.outputs},
-        {record.inputs.index(old): names.index(new) for old, new in record.aliases},
-        _device.environment().capability,
-    )
-    return dict(zip(names, values, strict=True))
 
 
 def pieces(chain: Chain) -> Iterator[Chain]:

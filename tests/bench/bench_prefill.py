@@ -8,7 +8,9 @@ rounds of queued steps.
 
 import functools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jaxattn
 import torch_core
-from tests.bench.timing import graph_us, host_us
+from jaxattn import _triton
+from tests.bench.timing import graph_us, host_us, slope_us
 
 HEADS, KV_HEADS, DIM, PAGE = 64, 8, 128, 64
 SHAPES = ((4, 1024, 2048), (2, 8192, 8192), (8, 512, 8192))
@@ -107,12 +110,48 @@ def prefill() -> None:
         )
 
 
+def append_us(cache: list[torch.Tensor], rest: list[torch.Tensor], by: str, **scales) -> float:
+    """A call inside a donating jit, as a slope, by our kernel or by XLA's scatter."""
+    arrays = [jnp.from_dlpack(x) for x in rest]
+    caches = [jnp.copy(jnp.from_dlpack(x)) for x in cache]
+
+    def step(caches, key, value, table, positions, request, layers):
+        for _ in range(layers):
+            caches = jaxattn.append_kv(
+                key, value, *caches, table, positions=positions, request_ids=request, **scales
+            )
+            key, value = value, key  # or the calls would be one
+        return caches
+
+    def time_of(layers: int) -> float:
+        nonlocal caches
+        jitted = jax.jit(functools.partial(step, layers=layers), donate_argnums=0)
+        launched = _triton.TARGET in jitted.lower(caches, *arrays).as_text()
+        assert launched == (by == "kernel")
+
+        def advance() -> None:
+            nonlocal caches
+            caches = jitted(caches, *arrays)
+
+        return host_us(advance, lambda: jax.block_until_ready(caches), 10)
+
+    jax.clear_caches()
+    missing = mock.patch.object(_triton, "failure", lambda _: ImportError("left out"))
+    with nullcontext() if by == "kernel" else missing:
+        # Long enough that the device, and not the host, is waited for.
+        time, _ = slope_us(time_of, 64, 192)
+    jax.clear_caches()
+    return time
+
+
 def append() -> None:
-    """XLA's scatter in a donating jit, our kernel and FlashInfer's in a CUDA graph."""
+    """From JAX by both ways in a donating jit; from torch, and FlashInfer's, in a CUDA graph."""
     import flashinfer
 
-    print("| tokens | cache | XLA scatter us | our kernel us | FlashInfer us |")
-    print("|---|---|---|---|---|")
+    print(
+        "| tokens | cache | jax, own kernel us | jax, XLA scatter us | torch us | FlashInfer us |"
+    )
+    print("|---|---|---|---|---|---|")
     for tokens, dtype in ((1, "bf16"), (64, "bf16"), (64, "e4m3"), (8192, "bf16"), (8192, "e4m3")):
         kind = dict(bf16=torch.bfloat16, e4m3=torch.float8_e4m3fn)[dtype]
         pages, batch = 8192, min(tokens, 64)
@@ -134,29 +173,10 @@ def append() -> None:
                 flashinfer.append_paged_kv_cache, *new, request, positions, tuple(cache),
                 table.reshape(-1), indptr, last,
             )] * 16)  # fmt: skip
-        arrays = [jnp.from_dlpack(x) for x in (*new, table, positions, request)]
-        caches = [[jnp.from_dlpack(x) for x in cache]]
-
-        def step(caches, key, value, table, positions, request, layers, scales=scales):
-            for _ in range(layers):
-                caches = jaxattn.append_kv(
-                    key, value, *caches, table, positions=positions, request_ids=request, **scales
-                )
-                key = key + 1  # or the calls would be one
-            return caches
-
-        times = []
-        for layers in (8, 40):
-            jitted = jax.jit(step, donate_argnums=0, static_argnums=6)
-
-            def advance(jitted=jitted, layers=layers, arrays=arrays, caches=caches) -> None:
-                caches[0] = jitted(caches[0], *arrays, layers)
-
-            times.append(
-                host_us(advance, lambda caches=caches: jax.block_until_ready(caches[0]), 10)
-            )
-        slope = (times[1] - times[0]) / 32
-        print(f"| {tokens} | {dtype} | {slope:.1f} | {graph_us([ours] * 16):.1f} | {theirs:.1f} |")
+        rest = [*new, table, positions, request]
+        times = [append_us(cache, rest, by, **scales) for by in ("kernel", "scatter")]
+        times += [graph_us([ours] * 16), theirs]
+        print(f"| {tokens} | {dtype} | {' | '.join(f'{us:.1f}' for us in times)} |", flush=True)
 
 
 def main() -> None:

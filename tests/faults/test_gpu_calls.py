@@ -48,7 +48,7 @@ def test_r11_nothing_is_kept_between_calls(phase, backend):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_r12_append_and_decode_in_one_program(donate):
+def test_r12_append_and_decode_in_one_program(donate, append_by):
     """A decode before the append reads the old cache and one after it the new token; caches that
     are not donated keep their bits, donated ones their memory."""
     arguments = gpu.XQA.case((9, 30)).make()
@@ -182,7 +182,7 @@ def test_r16_jax_and_torch_share_the_memory():
         assert out.strip().endswith("right"), errors[-2000:]
 
 
-def test_r12_one_array_as_both_caches():
+def test_r12_one_array_as_both_caches(append_by):
     """Donating one array as both caches is an error that says so."""
     cache = jnp.zeros((4, 64, 2, 128), jnp.bfloat16)
     key = jnp.ones((1, 2, 128), jnp.bfloat16)

@@ -13,7 +13,7 @@ import torch
 
 import jaxattn
 import torch_core
-from jaxattn import _ffi
+from jaxattn import _ffi, _triton
 from tests import inputs, loops
 from tests.inputs import Case
 
@@ -197,7 +197,8 @@ def test_independent_calls_and_programs_in_flight():
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_append_equals_reference(dtype, kv_layout):
+def test_append_equals_torch(dtype, kv_layout, append_by):
+    """The bits of the reference, and of the kernel as torch launches it."""
     rng = np.random.default_rng(0)
     tokens = (64, 8) if kv_layout == "NHD" else (8, 64)
     cache = inputs.normal(rng, (12, *tokens, 128), inputs.DTYPES[dtype])
@@ -207,10 +208,23 @@ def test_append_equals_reference(dtype, kv_layout):
                 positions=np.array([0, 127, -1, 64, 5], np.int32),
                 request_ids=np.array([0, 0, 0, 1, 1], np.int32),
                 kv_layout=kv_layout, k_scale=0.25, v_scale=2.0)  # fmt: skip
-    expected = inputs.run_torch(torch_core.append_kv, call)
     actual = inputs.run_jax(jaxattn.append_kv, call)
-    for one, other in zip(actual, expected, strict=True):
-        assert np.array_equal(bits(one), bits(other))
+    for device in ("cpu", "cuda"):
+        expected = inputs.run_torch(torch_core.append_kv, call, device)
+        for one, other in zip(actual, expected, strict=True):
+            assert np.array_equal(bits(one), bits(other)), device
+
+
+def test_append_past_32_bits(append_by):
+    """Into pages whose offsets pass 2^31 and 2^32 elements."""
+    pages = np.array([32767, 65599])
+    key = jax.random.normal(jax.random.key(0), (2, 8, 128), jnp.bfloat16)
+    slots = jnp.array(pages * 64 + [3, 5], jnp.int32)
+    append = jax.jit(jaxattn.append_kv, donate_argnums=(2, 3))
+    caches = [jnp.zeros((65_600, 64, 8, 128), jnp.bfloat16) for _ in "kv"]
+    for cache, new in zip(append(key, 2 * key, *caches, slots=slots), (key, 2 * key), strict=True):
+        assert np.array_equal(bits(cache[pages, jnp.array([3, 5])]), bits(new))
+        assert jnp.count_nonzero(cache) == jnp.count_nonzero(new)
 
 
 def test_reference_by_name_runs_on_the_gpu():
@@ -225,7 +239,7 @@ def test_reference_by_name_runs_on_the_gpu():
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_append_makes_no_temporary_of_a_cache(dtype, kv_layout):
+def test_append_makes_no_temporary_of_a_cache(dtype, kv_layout, append_by):
     """Donated caches are written in place: no temporary near their size, the same memory."""
     tokens = (64, 8) if kv_layout == "NHD" else (8, 64)
     cache = jnp.zeros((1024, *tokens, 128), dtype)
@@ -238,6 +252,7 @@ def test_append_makes_no_temporary_of_a_cache(dtype, kv_layout):
         )
 
     compiled = jax.jit(append, donate_argnums=(0, 1)).lower(cache, other).compile()
+    assert (_triton.TARGET in compiled.as_text()) == (append_by == "kernel")
     assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes // 8
     before = [array.unsafe_buffer_pointer() for array in (cache, other)]
     results = compiled(cache, other)

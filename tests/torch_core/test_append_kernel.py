@@ -1,4 +1,6 @@
-"""The kernel that appends on a GPU; Triton's interpreter runs it elsewhere."""
+"""The kernels that append on a GPU; Triton's interpreter runs them elsewhere."""
+
+import inspect
 
 import numpy as np
 import pytest
@@ -6,25 +8,60 @@ import torch
 
 from tests import inputs, kv_model
 from torch_core.problem import AppendInputs, describe_append
+from torch_core.qsa import launch
 
 append = pytest.importorskip("torch_core.backends.append")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(arguments):
-    given = {name: inputs.to_torch(value, DEVICE) for name, value in arguments.items()}
-    kv_layout = given.pop("kv_layout")
-    problem, call = describe_append(AppendInputs(**given), kv_layout=kv_layout)
-    append.run(problem, call)
-    return [inputs.to_numpy(given[name]) for name in ("key_cache", "value_cache")]
+@pytest.fixture(params=["strided", "whole"])
+def run(request):
+    """Calls one of the two kernels on NumPy arguments."""
+
+    def call(arguments):
+        given = {name: inputs.to_torch(value, DEVICE) for name, value in arguments.items()}
+        kv_layout = given.pop("kv_layout")
+        problem, arrays = describe_append(AppendInputs(**given), kv_layout=kv_layout)
+        launched = append.run if request.param == "strided" else by_record
+        launched(problem, arrays)
+        return [inputs.to_numpy(given[name]) for name in ("key_cache", "value_cache")]
+
+    return call
+
+
+def by_record(problem, arrays):
+    scales = {
+        name: None if scale == 1.0 else launch.scalar(scale, arrays.key.device)
+        for name, scale in arrays._asdict().items()
+        if name in ("k_scale", "v_scale")
+    }
+    arrays = arrays._replace(**scales)
+    record = append.plan(problem, arrays)
+    made = launch.run((record,), arrays._asdict())
+    for name in ("key_cache", "value_cache"):
+        assert made[f"new_{name}"] is getattr(arrays, name)
 
 
 @pytest.mark.parametrize("case", kv_model.CASES, ids=str)
-def test_equals_loop(case):
+def test_equals_loop(case, run):
     arguments = case.make()
     for result, expected in zip(run(arguments), kv_model.append(arguments), strict=True):
         assert kv_model.same_bits(result, expected)
+
+
+def test_the_record_names_every_parameter():
+    """Pointers first and in the kernel's order, as XLA passes them."""
+    for case in kv_model.CASES:
+        given = {name: inputs.to_torch(value) for name, value in case.make().items()}
+        kv_layout = given.pop("kv_layout")
+        problem, arrays = describe_append(AppendInputs(**given), kv_layout=kv_layout)
+        record = append.plan(problem, arrays)
+        names = [name for name, _ in launch.inputs_of(record)]
+        names += [f"{name}_ptr" for name, _, _ in record.outputs]
+        parameters = list(inspect.signature(launch.load(record.kernel).fn).parameters)
+        assert names == parameters[: len(names)]
+        assert sorted([*names, *dict(record.constants)]) == sorted(parameters)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +74,7 @@ def test_equals_loop(case):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_place_that_does_not_exist_is_skipped(changes):
+def test_a_place_that_does_not_exist_is_skipped(changes, run):
     """Only rows at places of the cache are written."""
     arguments = kv_model.Append("", tokens=3).make()
     arguments |= dict(positions=np.zeros(3, np.int32), request_ids=np.zeros(3, np.int32)) | changes
@@ -53,7 +90,7 @@ def test_a_place_that_does_not_exist_is_skipped(changes):
         assert kv_model.same_bits(result, wanted)
 
 
-def test_nan_stays_nan():
+def test_nan_stays_nan(run):
     """Saturation must not turn a NaN into the largest number."""
     arguments = kv_model.Append("", kv_dtype="float8_e4m3fn", tokens=1).make()
     arguments["key"][:] = np.nan

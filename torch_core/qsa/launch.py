@@ -13,10 +13,10 @@ from .plan import Chain, Launch
 
 @functools.cache
 def load(kernel: str) -> Any:
-    """The Triton function of "file:function"."""
+    """The Triton function of "file:function", or of "package.module:function"."""
     file, function = kernel.split(":")
     try:
-        module = importlib.import_module(f".kernels.{file}", __package__)
+        module = importlib.import_module(file if "." in file else f"{__package__}.kernels.{file}")
     except ImportError as error:
         raise ImportError("QSA on a GPU needs triton: pip install 'jaxattn[cuda]'") from error
     return getattr(module, function)

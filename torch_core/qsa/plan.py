@@ -15,7 +15,7 @@ class Launch:
     An output that `aliases` names is not allocated: it is the input's own memory, updated in place,
     and is passed under both names."""
 
-    kernel: str  # "file:function" in torch_core.qsa.kernels
+    kernel: str  # "file:function" in torch_core.qsa.kernels, or "package.module:function"
     grid: tuple[int, ...]
     inputs: tuple[str, ...]
     outputs: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype

@@ -1,8 +1,6 @@
 """Both ways to launch, with the kernels in Triton's interpreter on XLA's buffers: the order of
 operands and results, aliases and scratch are those of a GPU's program. Bits as torch_core's."""
 
-import ctypes
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ import torch
 
 from jaxattn import _device, _ffi, _triton
 from jaxattn.qsa import _run
+from tests.jaxattn import interpreted
 from tests.jaxattn.qsa import front
 from tests.torch_core.qsa import cases
 from torch_core import dispatch, qsa
@@ -21,7 +20,6 @@ from torch_core.qsa import launch, plan, plan_attend
 from torch_core.qsa.plan import Launch
 
 _call = _ffi.call
-_one_at_a_time = threading.Lock()  # the interpreter has global state
 BASE = cases.Sizes(dtype="float16", head_dim=64, budget=8)
 CASES = {
     "plain": BASE,
@@ -30,41 +28,15 @@ CASES = {
 }
 
 
-def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory: the interpreter keeps tensors in cycles, which XLA's must not be in."""
-    if not tensor.nbytes:
-        return tensor.clone()
-    memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-
-
-def interpreted(record, operands, results, aliases, capability):
-    """What XLA does with a compiled kernel: its parameters are the operands, then the results."""
-    arrays = {**operands, **results}
-    pointers = tuple((name, str(array.dtype)) for name, array in arrays.items())
-    wanted = launch.Specialization(
-        record.kernel, pointers, record.constants, record.num_warps, record.num_stages
-    )
-    kernel = launch.load(record.kernel)
-    _triton.check_names(wanted, kernel)
-
-    def launched(*tensors: torch.Tensor) -> None:
-        with _one_at_a_time:
-            kernel[record.grid](*map(borrowed, tensors), **dict(record.constants))
-
-    name = f"interpreted {record} {aliases}"
-    return _call(name, launched, list(operands.values()), list(results.values()), aliases=aliases)
-
-
 def on_cpu(name, function, operands, results, *, platform, captured, **options):
     """A captured call of a GPU, on the CPU."""
     assert platform == "gpu" and captured
 
     def launched(*tensors: torch.Tensor) -> None:
-        with _one_at_a_time, pytest.MonkeyPatch.context() as patch:
+        with interpreted.one_at_a_time, pytest.MonkeyPatch.context() as patch:
             # A capture must not allocate.
             patch.setattr(torch, "empty", None)
-            function(*map(borrowed, tensors))
+            function(*map(interpreted.borrowed, tensors))
 
     return _call(f"{name} on a CPU", launched, operands, results, **options)
 
@@ -77,7 +49,7 @@ def via(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(_device, "environment", lambda: environment)
     monkeypatch.setattr(_device, "gpus", tuple)
     monkeypatch.setattr(_triton, "failure", lambda capability: None)
-    monkeypatch.setattr(_triton, "call", interpreted)
+    monkeypatch.setattr(_triton, "call", interpreted.call)
     monkeypatch.setattr(_ffi, "call", on_cpu)
     monkeypatch.setattr(launch, "uses_kernels", lambda array: True)
     yield request.param

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxattn
 from jaxattn import _device, _triton, qsa
 from jaxattn.qsa import _run
 from torch_core import dispatch
@@ -132,6 +134,55 @@ def test_the_call_in_a_program(version, stand):
             operand = COMPRESS.inputs.index(operand)
             alias = f"output_tuple_indices = [{output}], operand_index = {operand}"
             assert alias in text
+
+
+CACHE = (5, 4, 2, 8)
+
+
+def append_program(dtype: str = "float32", capability: int = 90, **scales) -> str:
+    """What a donating step that appends lowers to for a GPU."""
+    environment = dispatch.environment(capability)
+    key = jax.ShapeDtypeStruct((3, 2, 8), jnp.bfloat16 if dtype.startswith("float8") else dtype)
+    caches = [jax.ShapeDtypeStruct(CACHE, dtype)] * 2
+    slots = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def step(caches, key, slots):
+        return jaxattn.append_kv(key, key, *caches, slots=slots, **scales)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "environment", lambda: environment)
+        jax.clear_caches()
+        traced = jax.jit(step, donate_argnums=0).trace(caches, key, slots)
+        jax.clear_caches()
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_append_in_a_program(dtype, stand):
+    """One launch, whose results are the donated caches, and nothing else of a cache's size."""
+    stand()
+    text = append_program(dtype, k_scale=0.5)
+    assert text.count("@triton_kernel_call_ffi") == 1 and "jaxattn" not in text
+    for output, operand in enumerate((7, 8)):
+        assert f"output_tuple_indices = [{output}], operand_index = {operand}" in text
+        assert f"tf.aliasing_output = {output}" in text
+    kind = dict(float32="f32", bfloat16="bf16", float8_e4m3fn="f8E4M3FN")[dtype]
+    lines = [line for line in text.splitlines() if f"x{CACHE[-1]}x{kind}>" in line]
+    used = set(re.findall(r"= stablehlo\.(\w+)", "\n".join(lines)))
+    assert used == {"custom_call", "optimization_barrier"}
+
+
+def test_append_without_the_kernel(stand, monkeypatch):
+    """XLA's scatter: where no kernel can be compiled, and where none makes such rows."""
+    stand()
+    for dtype, capability in (("float8_e4m3fn", 80), ("bfloat16", 70)):
+        text = append_program(dtype, capability)
+        assert "custom_call" not in text and text.count('"stablehlo.scatter"') == 2
+        assert "custom_call" in append_program(dtype, 89)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    _triton.failure.cache_clear()
+    _triton.compiled.cache_clear()
+    assert "custom_call" not in append_program("bfloat16")
 
 
 def test_names_that_are_not_the_kernels():
