@@ -35,6 +35,7 @@ FEATURES = [
     dict(q_len=4),
     dict(q_len=4, kv_layout="HND", sinks=True),
     dict(q_len=4, draft_mask="bool"),
+    dict(q_len=4, draft_mask="packed", seq_lens=(5, 4, 17, 300, 2, 0)),
 ]
 
 
