@@ -47,7 +47,9 @@ def decode(
         query: [batch * q_len, num_qo_heads, head_dim]; bfloat16, float16, float32 or float8_e4m3fn.
         key_cache, value_cache: [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or
             [num_pages, num_kv_heads, page_size, head_dim] ("HND"); the query's dtype,
-            float8_e4m3fn or float8_e5m2. num_qo_heads is a multiple of num_kv_heads.
+            float8_e4m3fn or float8_e5m2. num_qo_heads is a multiple of num_kv_heads. A GPU reads
+            views whose strides are the same for both and multiples of head_dim, with whole rows,
+            from multiples of 16 bytes on.
         page_table: int32 [batch, pages_per_seq]. Entries past ceil(seq_len / page_size) may hold
             anything.
         seq_lens: int32 [batch], cached tokens of each request, the q_len new ones included.

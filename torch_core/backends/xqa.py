@@ -71,7 +71,7 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
         place = column.clip(0, q_len - 1)
         if problem.draft_mask == "packed":
             bits = ops.take(ops.cast(inputs.draft_mask, "int32"), place // 16, 2)
-            mask = (bits >> (place % 16)) & 1 == 1
+            mask = ((bits >> (place % 16)) & 1) == 1
         else:
             mask = ops.take(inputs.draft_mask, place, 2)
         mask = mask & (column < q_len)
@@ -88,6 +88,11 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
         cu_seqlens_q=ops.constant(ends) + ops.concatenate([moved, 0 * moved[:1]]),
         draft_mask=ops.cast(packed, "uint16"),
     )
+
+
+def stride_unit(problem: DecodeProblem) -> int:
+    """Upstream counts the strides of a cache in rows: it divides them by head_dim."""
+    return problem.head_dim
 
 
 @functools.lru_cache(maxsize=4096)
