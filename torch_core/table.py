@@ -52,9 +52,21 @@ class Kernel:
     rules: tuple[Callable[[Any, Environment], str | None], ...] = ()
 
 
-def _wide_heads(problem: DecodeProblem, environment: Environment) -> str | None:
-    if problem.head_dim > 256 and (problem.q_len > 1 or problem.group_size > 16):
-        return "head_dim above 256 takes q_len 1 and at most 16 query heads a KV head"
+def _wide_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.head_dim > 256 and problem.q_len > 1:
+        return "head_dim above 256 takes q_len 1 only"
+    return None
+
+
+def _query_tile(problem: DecodeProblem, environment: Environment) -> str | None:
+    # A KV head's query rows, padded to a power of 2 of 64 and more, are kept in 16 KiB; of drafts
+    # 32 rows at a time.
+    most = 2**13 // max(64, 1 << (problem.head_dim - 1).bit_length())
+    if problem.q_len == 1 and problem.group_size > most:
+        return (
+            f"takes at most {most} query heads a KV head with head_dim {problem.head_dim}, "
+            f"got {problem.group_size}"
+        )
     return None
 
 
@@ -191,7 +203,8 @@ TABLE: tuple[Kernel, ...] = (
         drafts=True,
         batch_invariant=False,
         rules=(
-            _wide_heads,
+            _wide_drafts,
+            _query_tile,
             _window_over_drafts,
             _window_within_drafts,
             _mask_of_one,
@@ -213,7 +226,7 @@ TABLE: tuple[Kernel, ...] = (
         sinks=True,
         batch_invariant=False,
         by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
-        rules=(_many_requests,),
+        rules=(_query_tile, _many_requests),
     ),
     Kernel(
         name="native_decode",

@@ -290,14 +290,22 @@ def test_fa2_counts_in_32_bits():
 
 
 def test_wide_heads_of_xqa():
-    """head_dim above 256: no drafts, and at most 16 query heads a KV head."""
+    """head_dim above 256 takes no drafts; without drafts a KV head's query rows have 16 KiB."""
     wide = dict(head_dim=512)
     assert chosen("decode", 90, **wide) == "xqa"
-    assert chosen("decode", 90, **wide, num_qo_heads=64) == "xqa"
-    reason = "head_dim above 256 takes q_len 1 and at most 16 query heads a KV head"
-    for changes in (dict(num_qo_heads=68), dict(q_len=2, num_rows=8)):
-        assert reasons("decode", 90, **wide, **changes)["xqa"] == reason
-    assert chosen("decode", 90, head_dim=256, num_qo_heads=68, q_len=2, num_rows=8) == "xqa"
+    drafts = dict(q_len=2, num_rows=8)
+    reason = "head_dim above 256 takes q_len 1 only"
+    assert reasons("decode", 90, **wide, **drafts)["xqa"] == reason
+    for head_dim, most in ((16, 128), (64, 128), (80, 64), (128, 64), (144, 32), (256, 32),
+                           (272, 16), (512, 16)):  # fmt: skip
+        sizes = dict(num_kv_heads=1, head_dim=head_dim)
+        assert chosen("decode", 90, **sizes, num_qo_heads=most) == "xqa"
+        many = sizes | dict(num_qo_heads=most + 1)
+        reason = f"takes at most {most} query heads a KV head with head_dim {head_dim}, got "
+        assert reasons("decode", 90, **many)["xqa"] == f"{reason}{most + 1}"
+        why = reasons("decode", 90, **many, kv_dtype=E4M3)
+        assert head_dim > 256 or why["xqa_fp8"] == f"{reason}{most + 1}"
+    assert chosen("decode", 90, head_dim=256, num_qo_heads=136, **drafts) == "xqa"
 
 
 def test_window_with_a_draft_mask_leaves_xqa():
