@@ -130,8 +130,8 @@ OWN = [
         "decode", num_qo_heads=1, num_kv_heads=1, head_dim=0, page_size=16),
      ValueError, "head_dim must be in [1, 2147483647], got 0"),
     ("explain_dtype", lambda: torch_core.explain(
-        "decode", num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16, kv_dtype=8),
-     TypeError, "kv_dtype must be a dtype or its name, got 8"),
+        "decode", num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16, query_dtype=None),
+     TypeError, "query_dtype must be a dtype or its name, got None"),
 ]  # fmt: skip
 
 

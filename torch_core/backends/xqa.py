@@ -17,7 +17,8 @@ from ..binding import Binding, Operand, Ops, Scalar, Size
 from ..problem import AttentionInputs, DecodeProblem, score_scale
 
 # Upstream's running maximum starts at -1e5. A sink just above it weighs nothing beside any real
-# score and turns the 0 / 0 of a row without keys into 0 / inf. Scores below it were lost before.
+# score and turns the 0 / 0 of a row without keys into 0 / inf. Scores below it were lost before,
+# as `decode` says.
 NO_SINK = -99_000.0
 
 
