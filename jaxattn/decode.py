@@ -60,8 +60,8 @@ def decode(
         sinks: float32 [num_qo_heads], an extra score per head in the softmax denominator.
         q_scale: dequantisation factor of a float8_e4m3fn query; any other query ignores it.
         k_scale, v_scale: dequantisation factors of the caches; default 1.
-        q_len: query rows of each request, a Python int. A request with fewer new tokens has other
-            rows before them, whose result means nothing, or after them, counted in seq_lens.
+        q_len: query rows of each request, a Python int. Where a request has fewer new tokens, the
+            rest are rows whose result means nothing: before them, or after and counted in seq_lens.
         draft_mask: bool [batch, q_len, q_len], whether row i sees draft token j, or the same packed
             as uint16 [batch, q_len, 2 * ceil(q_len / 32)], lowest bit first. Default: causal.
         kv_layout: "NHD" or "HND", order of the cache's axes.

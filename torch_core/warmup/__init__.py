@@ -74,10 +74,8 @@ def calls(phase: str | Sequence[str], limits: dict[str, Any]) -> Iterator[tuple[
         raise TypeError(f"warmup has no argument {min(unknown)}; it takes {', '.join(named)}")
     if missing := [name for name, needed in named.items() if needed and name not in limits]:
         raise TypeError(f"warmup needs {', '.join(missing)}")
-    values = {
-        name: tuple(value) if isinstance(value, list | tuple) else (value,)
-        for name, value in dict(phase=phase, **limits).items()
-    }
+    asked: dict[str, Any] = dict(phase=phase, **limits)
+    values = {n: v if isinstance(v, list | tuple) else (v,) for n, v in asked.items()}
     for name, several in values.items():
         if not several:
             raise ValueError(f"{name} must have a value or more, got none")
