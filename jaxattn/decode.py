@@ -60,7 +60,8 @@ def decode(
         sinks: float32 [num_qo_heads], an extra score per head in the softmax denominator.
         q_scale: dequantisation factor of a float8_e4m3fn query; any other query ignores it.
         k_scale, v_scale: dequantisation factors of the caches; default 1.
-        q_len: query rows of each request, a Python int.
+        q_len: query rows of each request, a Python int. Where a request has fewer new tokens, the
+            rest are rows whose result means nothing: before them, or after and counted in seq_lens.
         draft_mask: bool [batch, q_len, q_len], whether row i sees draft token j, or the same packed
             as uint16 [batch, q_len, 2 * ceil(q_len / 32)], lowest bit first. Default: causal.
         kv_layout: "NHD" or "HND", order of the cache's axes.
@@ -84,6 +85,7 @@ def decode(
     [0, pages_per_seq * page_size].
     Keys and values that some row of a request sees are finite: others of its rows may else see
     NaN too. So are those of its last q_len places, whatever draft_mask hides.
+    A row whose scores are all below -99000 gives 0 on XQA.
     """
     inputs = AttentionInputs(
         query=query,

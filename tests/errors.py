@@ -200,7 +200,7 @@ SHARED = [
     Wrong("no_heads", "prefill", dict(query=without(1)), ValueError,
           "query must have a positive multiple of num_kv_heads = 2 heads, got 0"),
     Wrong("fp8_query", "prefill", dict(query=cast("float8_e4m3fn")), TypeError,
-          "query of float8_e4m3fn needs a cache of float8_e4m3fn, got float32"),
+          "key_cache must have the query's dtype float8_e4m3fn, got float32"),
     Wrong("dtype_pair", "decode", dict(query=cast("bfloat16")), TypeError,
           "key_cache must have the query's dtype bfloat16 or be float8_e4m3fn or float8_e5m2, "
           "got float32"),

@@ -171,6 +171,15 @@ def test_docstrings_agree(name):
     assert [v for k, v in entries[0].items()] == list(entries[1].values())
 
 
+def test_decode_has_one_contract():
+    """What a caller owes is the same; only torch says who checks."""
+    contracts = [documented(p.decode).partition("Caller's contract: ")[2] for p in PACKAGES]
+    of_torch, of_jax = (" ".join(text.split()) for text in contracts)
+    checks = " The CPU checks both; a GPU would have to synchronise."
+    texts = {of_torch.replace(checks, ""), of_jax.replace(checks, "")}
+    assert len(texts) == 1 and "scores are all below -99000 gives 0 on XQA" in texts.pop()
+
+
 def loaded_after(statement: str) -> set[str]:
     """The top-level modules of a fresh process after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"

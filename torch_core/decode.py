@@ -47,7 +47,9 @@ def decode(
         query: [batch * q_len, num_qo_heads, head_dim]; bfloat16, float16, float32 or float8_e4m3fn.
         key_cache, value_cache: [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or
             [num_pages, num_kv_heads, page_size, head_dim] ("HND"); the query's dtype,
-            float8_e4m3fn or float8_e5m2. num_qo_heads is a multiple of num_kv_heads.
+            float8_e4m3fn or float8_e5m2. num_qo_heads is a multiple of num_kv_heads. A GPU reads
+            views whose strides are the same for both and multiples of head_dim, with whole rows,
+            from multiples of 16 bytes on.
         page_table: int32 [batch, pages_per_seq]. Entries past ceil(seq_len / page_size) may hold
             anything.
         seq_lens: int32 [batch], cached tokens of each request, the q_len new ones included.
@@ -58,7 +60,8 @@ def decode(
         sinks: float32 [num_qo_heads], an extra score per head in the softmax denominator.
         q_scale: dequantisation factor of a float8_e4m3fn query; any other query ignores it.
         k_scale, v_scale: dequantisation factors of the caches; default 1.
-        q_len: query rows of each request, a Python int.
+        q_len: query rows of each request, a Python int. Where a request has fewer new tokens, the
+            rest are rows whose result means nothing: before them, or after and counted in seq_lens.
         draft_mask: bool [batch, q_len, q_len], whether row i sees draft token j, or the same packed
             as uint16 [batch, q_len, 2 * ceil(q_len / 32)], lowest bit first. Default: causal.
         kv_layout: "NHD" or "HND", order of the cache's axes.
@@ -80,6 +83,7 @@ def decode(
     [0, pages_per_seq * page_size]. The CPU checks both; a GPU would have to synchronise.
     Keys and values that some row of a request sees are finite: others of its rows may else see
     NaN too. So are those of its last q_len places, whatever draft_mask hides.
+    A row whose scores are all below -99000 gives 0 on XQA.
     """
     inputs = AttentionInputs(
         query=query,

@@ -9,6 +9,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import checks
@@ -16,6 +17,7 @@ from .problem import (
     AttentionInputs,
     AttentionProblem,
     DecodeProblem,
+    check_dtype_pair,
     describe_decode,
     describe_prefill,
 )
@@ -214,8 +216,8 @@ def explain(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    query_dtype: str = "bfloat16",
-    kv_dtype: str | None = None,
+    query_dtype: Any = "bfloat16",
+    kv_dtype: Any = None,
     kv_layout: str = "NHD",
     q_len: int = 1,
     causal: bool = True,
@@ -233,7 +235,7 @@ def explain(
     Args:
         phase: "decode" or "prefill"; the two are asked separately.
         num_qo_heads, num_kv_heads, head_dim, page_size: the geometry.
-        query_dtype: dtype of the query, "bfloat16" by default.
+        query_dtype: dtype of the query, of torch, NumPy or JAX or by name; "bfloat16" by default.
         kv_dtype: dtype of the caches, by default the query's; "nvfp4" may be asked about.
         q_len, draft_mask: decode only: query rows per request, and whether a mask comes with them.
         causal: prefill only.
@@ -278,8 +280,8 @@ def describe_call(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    query_dtype: str = "bfloat16",
-    kv_dtype: str | None = None,
+    query_dtype: Any = "bfloat16",
+    kv_dtype: Any = None,
     kv_layout: str = "NHD",
     q_len: int = 1,
     causal: bool = True,
@@ -302,8 +304,11 @@ def describe_call(
     checks.integer("q_len", q_len, 1)
     checks.flag("sinks", sinks)
     checks.flag("draft_mask", draft_mask)
-    kv_dtype = kv_dtype or query_dtype
+    query_dtype = _dtype("query_dtype", query_dtype, checks.QUERY_DTYPES)
+    kv_dtype = query_dtype if kv_dtype is None else kv_dtype
+    kv_dtype = _dtype("kv_dtype", kv_dtype, (*checks.CACHE_DTYPES, NVFP4))
     cache_dtype = "float8_e4m3fn" if kv_dtype == NVFP4 else kv_dtype
+    check_dtype_pair("kv_dtype", query_dtype, cache_dtype)
     tokens = (page_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, page_size)
     cache = Spec((1, *tokens, head_dim), cache_dtype)
     inputs = AttentionInputs(
@@ -329,6 +334,19 @@ def describe_call(
         inputs = inputs._replace(cu_seqlens_q=Spec((2,), "int32"))
         problem, _ = describe_prefill(inputs, max_seqlen_q=q_len, causal=causal, **options)
     return dataclasses.replace(problem, kv_dtype=kv_dtype)
+
+
+def _dtype(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """The name of a dtype of torch, NumPy or JAX, or given as a name, out of those allowed."""
+    word = str(value).removeprefix("torch.")
+    if not isinstance(value, str) and not str(value).startswith("torch."):
+        try:
+            if value is None:  # float64 to NumPy
+                raise TypeError
+            word = np.dtype(value).name
+        except TypeError:
+            raise TypeError(f"{name} must be a dtype or its name, got {value!r}") from None
+    return checks.choice(name, word, allowed)
 
 
 def supported(phase: str, **arguments: Any) -> bool:

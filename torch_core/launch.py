@@ -43,7 +43,10 @@ def attend(
     with torch.no_grad():
         debug.check(lambda: reference.check(problem, inputs))
         if hasattr(module, "bind"):
-            _require_strides(inputs)
+            _require_start("out: out", result)
+            unit = module.stride_unit(problem)
+            caches = _kernel_caches(inputs.key_cache, inputs.value_cache, unit)
+            inputs = inputs._replace(**dict(zip(binding.CACHES, caches, strict=True)))
             scales = {name: _float32(getattr(inputs, name)) for name in SCALES}
             inputs = inputs._replace(**scales)
             binding.run(module, problem, inputs, result, lse, kernel.name)
@@ -75,19 +78,41 @@ def _kernel(problem: AttentionProblem, device: torch.device, backend: str) -> di
     return dispatch.choose(problem, environment, backend)
 
 
-def _require_strides(inputs: AttentionInputs) -> None:
-    """Kernels take one set of strides for both caches, and whole rows. ValueError elsewhere."""
-    caches = (inputs.key_cache, inputs.value_cache)
-    # Strides of axes of size 1 mean nothing.
+def _kernel_caches(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, unit: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caches as kernels read them: whole rows from a multiple of 16 bytes on, with one set of
+    strides for both, in 32 bits and multiples of `unit`. ValueError elsewhere."""
+    caches = (key_cache, value_cache)
+    if not key_cache.numel():
+        return caches
+    # Strides of axes of size 1 mean nothing, but upstream compares and encodes them.
     first, second = (
-        [step for size, step in zip(cache.shape, cache.stride(), strict=True) if size > 1]
+        [step if size > 1 else unit for size, step in zip(cache.shape, cache.stride(), strict=True)]
         for cache in caches
     )
-    rows = inputs.key_cache.shape[-1] == 1 or first[-1:] == [1]
-    if caches[0].numel() and (first != second or not rows):
+    if first != second or first[-1] != 1:
         raise ValueError(
             "value_cache must have the strides of key_cache, with contiguous rows, "
-            f"got {caches[1].stride()} beside {caches[0].stride()}"
+            f"got {value_cache.stride()} beside {key_cache.stride()}"
+        )
+    if any(step % unit or step >= 2**32 for step in first[:-1]):
+        raise ValueError(
+            f"key_cache must have strides that are multiples of {unit} below 2**32, "
+            f"got {key_cache.stride()}"
+        )
+    for name, cache in zip(binding.CACHES, caches, strict=True):
+        _require_start(name, cache)
+    if 1 in key_cache.shape:
+        key_cache, value_cache = (cache.as_strided(cache.shape, first) for cache in caches)
+    return key_cache, value_cache
+
+
+def _require_start(name: str, tensor: torch.Tensor) -> None:
+    """Kernels load and store 16 bytes at a time."""
+    if tensor.data_ptr() % 16:
+        raise ValueError(
+            f"{name} must start at a multiple of 16 bytes, got {tensor.data_ptr() % 16} past one"
         )
 
 

@@ -142,7 +142,7 @@ def _describe_attention(
     if inputs.sinks is not None:
         shapes.check("sinks", inputs.sinks, ("float32",), ("num_qo_heads",))
     query_dtype, kv_dtype = dtype_name(inputs.query), dtype_name(inputs.key_cache)
-    _check_dtype_pair(query_dtype, kv_dtype)
+    check_dtype_pair("key_cache", query_dtype, kv_dtype)
     checks.heads("query", shapes["num_qo_heads"], shapes["num_kv_heads"])
     if soft_cap is not None and not isinstance(
         soft_cap := checks.scale("soft_cap", soft_cap), float
@@ -173,14 +173,12 @@ def score_scale(problem: AttentionProblem, inputs: AttentionInputs) -> Any:
     return scale * inputs.q_scale if problem.query_dtype == "float8_e4m3fn" else scale
 
 
-def _check_dtype_pair(query_dtype: str, kv_dtype: str) -> None:
-    if query_dtype in checks.FP8 and kv_dtype != query_dtype:
-        raise TypeError(f"query of {query_dtype} needs a cache of {query_dtype}, got {kv_dtype}")
-    if kv_dtype not in checks.FP8 and kv_dtype != query_dtype:
-        raise TypeError(
-            f"key_cache must have the query's dtype {query_dtype} or be {' or '.join(checks.FP8)}, "
-            f"got {kv_dtype}"
-        )
+def check_dtype_pair(name: str, query_dtype: str, kv_dtype: str) -> None:
+    """Raises TypeError, naming `name`, for a cache that no call has beside such a query."""
+    more = () if query_dtype in checks.FP8 else checks.FP8
+    if kv_dtype not in (query_dtype, *more):
+        others = f" or be {' or '.join(more)}" if more else ""
+        raise TypeError(f"{name} must have the query's dtype {query_dtype}{others}, got {kv_dtype}")
 
 
 def describe_decode(

@@ -52,9 +52,21 @@ class Kernel:
     rules: tuple[Callable[[Any, Environment], str | None], ...] = ()
 
 
-def _wide_heads(problem: DecodeProblem, environment: Environment) -> str | None:
-    if problem.head_dim > 256 and (problem.q_len > 1 or problem.group_size > 16):
-        return "head_dim above 256 takes q_len 1 and at most 16 query heads a KV head"
+def _wide_drafts(problem: DecodeProblem, environment: Environment) -> str | None:
+    if problem.head_dim > 256 and problem.q_len > 1:
+        return "head_dim above 256 takes q_len 1 only"
+    return None
+
+
+def _query_tile(problem: DecodeProblem, environment: Environment) -> str | None:
+    # The kernel keeps a KV head's query rows, padded to 64, 128, 256 or 512 elements, in 16 KiB, and
+    # does not compile where they are more. Of drafts it takes 32 rows at a time.
+    most = 2**13 // max(64, 1 << (problem.head_dim - 1).bit_length())
+    if problem.q_len == 1 and problem.group_size > most:
+        return (
+            f"takes at most {most} query heads a KV head with head_dim {problem.head_dim}, "
+            f"got {problem.group_size}"
+        )
     return None
 
 
@@ -192,7 +204,8 @@ TABLE: tuple[Kernel, ...] = (
         drafts=True,
         batch_invariant=False,
         rules=(
-            _wide_heads,
+            _wide_drafts,
+            _query_tile,
             _window_over_drafts,
             _window_within_drafts,
             _mask_of_one,
@@ -214,7 +227,7 @@ TABLE: tuple[Kernel, ...] = (
         sinks=True,
         batch_invariant=False,
         by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
-        rules=(_many_requests,),
+        rules=(_query_tile, _many_requests),
     ),
     Kernel(
         name="native_decode",

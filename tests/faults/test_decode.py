@@ -323,6 +323,34 @@ def test_r30_ragged_drafts_equal_single_calls(front, cache, q_lens):
     assert faults.same_bits(lse, np.concatenate([piece[1] for piece in pieces]))
 
 
+PREFILL_ONLY = ("cu_seqlens_q", "max_seqlen_q")
+
+
+@fronts
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_r30_blocks_with_fewer_new_tokens(front, at):
+    """2, 0, 3 and 1 new tokens in blocks of 3, with other rows before or after them, equal prefill
+    of the new rows alone."""
+    block, rows = 3, (2, 0, 3, 1)
+    arguments = Case("r30", (7, 13, 9, 30), rows).make()
+    expected = faults.attend(front, arguments)
+    new = np.zeros((4, block), bool)
+    for request, count in enumerate(rows):
+        new[request, block - count :] = True
+        new[request] = new[request, :: 1 if at == "before" else -1]
+    new = new.reshape(-1)
+    query = np.full((4 * block, *arguments["query"].shape[1:]), 3.0, np.float32)
+    query[new] = arguments["query"]
+    padded = {name: v for name, v in arguments.items() if name not in PREFILL_ONLY}
+    padded |= dict(query=query, q_len=block)
+    if at == "after":
+        padded["seq_lens"] = arguments["seq_lens"] + (block - np.array(rows, np.int32))
+        padded["page_table"] = np.where(padded["page_table"] < 0, 0, padded["page_table"])
+        padded["page_table"] %= len(arguments["key_cache"])
+    for actual, right in zip(faults.attend(front, padded), expected, strict=True):
+        np.testing.assert_allclose(actual[new], right, rtol=1e-5, atol=1e-6)
+
+
 @fronts
 def test_r30_uniform_drafts_equal_prefill_and_single_calls(front):
     """decode with q_len 3 equals prefill of three rows each, and the requests one by one."""

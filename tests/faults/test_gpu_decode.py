@@ -115,15 +115,16 @@ def test_r24_largest_window_is_no_window(front, path):
     gpu.check_visible(arguments, *results, gpu.window_of(arguments, 2**31 - 1))
 
 
+@pytest.mark.parametrize("head_dim, q_len", [(128, 4), (256, 8)])
 @gpu.calls([gpu.XQA_E4M3])
-def test_r24_window_of_drafts_is_each_row_s_own(front, path):
-    """UNIFORM: four query rows a request have four windows, in short requests and past a tile. A
+def test_r24_window_of_drafts_is_each_row_s_own(front, path, head_dim, q_len):
+    """UNIFORM: the query rows of a request have a window each, in short requests and past a tile. A
     window that does not reach over the draft block is refused."""
     short, long = (1, 2, 3, 4, 5, 6, 9), (1024, 1025, 1026, 1027, 1100)
-    for lengths, windows in ((short, (4, 3)), (long, (1023,))):
-        arguments = faults.uniform(path.case(lengths, q_len=4))
+    for lengths, windows in ((short, (q_len, q_len - 1)), (long, (1023,))):
+        arguments = faults.uniform(path.case(lengths, q_len=q_len, head_dim=head_dim))
         with pytest.raises(NotImplementedError, match="window_left of at least q_len - 1"):
-            gpu.attend(front, path, arguments, window_left=2)
+            gpu.attend(front, path, arguments, window_left=q_len - 2)
         for window_left in windows:
             out, _ = gpu.attend(front, path, arguments, window_left=window_left)
             gpu.check_visible(arguments, out, None, gpu.window_of(arguments, window_left))
@@ -260,6 +261,18 @@ def test_r29_any_page_size_and_group_is_right(path):
         gpu.check(arguments, *gpu.attend("torch", path, arguments))
 
 
+# Modules that tests/torch_core/test_xqa.py needs too.
+@pytest.mark.parametrize(
+    "head_dim, group, page_size", [(80, 6, 16), (112, 16, 32), (128, 8, 64), (96, 7, 128)]
+)
+@gpu.calls([gpu.XQA, gpu.XQA_E4M3], from_jax=[gpu.XQA, gpu.XQA_E4M3])
+def test_r29_r43_head_dims_groups_and_pages_of_xqa(front, path, head_dim, group, page_size):
+    """Every page size that XQA takes, with odd head sizes and groups, which it alone takes."""
+    sizes = dict(num_qo_heads=2 * group, head_dim=head_dim, page_size=page_size, extra_pages=1)
+    arguments = path.case((9, 170, page_size, 0), **sizes).make()
+    gpu.check(arguments, *gpu.attend(front, path, arguments))
+
+
 @gpu.calls([gpu.FA3, gpu.FA2, gpu.FA2_E4M3], from_jax=[gpu.FA3])
 @pytest.mark.parametrize("q_lens", [(0, 0, 0, 2), (1, 3, 0, 4)])
 def test_r30_ragged_drafts_equal_single_calls(front, path, q_lens):
@@ -332,11 +345,15 @@ def test_r33_lse_of_16384_rows_of_64_heads(front):
 
 @pytest.mark.parametrize("path", [gpu.XQA, gpu.XQA_E4M3, *gpu.NATIVE, gpu.FA2_E4M3], ids=str)
 def test_r34_odd_groups_pages_and_pool_views(path):
-    """Group 7, pages of 24 and 48, a base pointer one page on, and pools of both caches."""
-    odd = [dict()]
-    if path.backend != "xqa":
-        odd += [dict(num_qo_heads=7, num_kv_heads=1, page_size=page) for page in (24, 48)]
-    for changes in odd:
+    """Group 7, pages of 24 and 48 (refused by XQA), a base pointer one page on, and pools of both
+    caches."""
+    odd = [dict(num_qo_heads=7, num_kv_heads=1, page_size=page) for page in (24, 48)]
+    if path.backend == "xqa":
+        for changes in odd:
+            with pytest.raises(NotImplementedError, match="takes page_size 16, 32, 64, 128, got"):
+                gpu.attend("torch", path, path.case((300, 17), **changes).make())
+        odd = [dict(num_qo_heads=7, num_kv_heads=1, page_size=128, head_dim=96)]
+    for changes in ({}, *odd):
         arguments = path.case((300, 17, 64), (30, 3, 1), **changes).make()
         tensors = gpu.on_device(arguments)
         function = getattr(torch_core, path.phase)

@@ -256,41 +256,86 @@ def test_r5_jit_operands_of_any_layout(path):
     assert np.array_equal(bits(transposed(turned).T), expected)
 
 
-@pytest.mark.parametrize("path", gpu.PATHS, ids=str)
+@pytest.mark.parametrize("path", [*gpu.PATHS, gpu.XQA_FP8], ids=str)
 def test_r5_torch_views_of_the_cache(path):
-    """Strided caches, queries, tables and lengths give the bits of contiguous ones, or are refused
-    by name."""
+    """Strided caches, queries, tables and lengths give the bits of contiguous ones; what a kernel
+    cannot read is refused by name."""
     arguments = path.case(LENGTHS, ROWS).make()
     tensors = gpu.on_device(arguments)
     function = functools.partial(getattr(torch_core, path.phase), backend=path.backend)
     expected = function(**tensors)
-    gpu.check(arguments, inputs.to_numpy(expected))
-    key, value = tensors["key_cache"], tensors["value_cache"]
+    if path is not gpu.XQA_FP8:  # it has bounds of its own (tests/torch_core/test_xqa.py)
+        gpu.check(arguments, inputs.to_numpy(expected))
+    key, value, query = (tensors[name] for name in (*CACHE_NAMES, "query"))
     pool = gpu.stack([key, value], 1)
     by_head = gpu.stack([key, value], 3)
+    hnd = dict(kv_layout="HND")
     views = [
         dict(key_cache=pool[:, 0], value_cache=pool[:, 1]),
-        dict(key_cache=key.transpose(1, 2), value_cache=value.transpose(1, 2), kv_layout="HND"),
+        dict(key_cache=key.transpose(1, 2), value_cache=value.transpose(1, 2)) | hnd,
         dict(key_cache=by_head[:, :, :, 0], value_cache=by_head[:, :, :, 1]),
-        dict(
-            key_cache=pool[:, 0].transpose(1, 2),
-            value_cache=pool[:, 1].transpose(1, 2),
-            kv_layout="HND",
-        ),
-        dict(value_cache=gpu.stack([value] * 2, 1)[:, 1]),  # other strides than the keys
-        dict(query=gpu.stack([tensors["query"]] * 2, 1)[:, 1]),
-        dict(query=gpu.stack([tensors["query"]] * 2, 3)[..., 1]),
+        dict(key_cache=pool[:, 0].transpose(1, 2), value_cache=pool[:, 1].transpose(1, 2)) | hnd,
+        dict(query=gpu.stack([query] * 2, 1)[:, 1]),
+        dict(query=gpu.stack([query] * 2, 3)[..., 1]),
+        dict(query=inside(query, query.shape[-1], 1)),
         dict(page_table=tensors["page_table"].T.contiguous().T),
         dict(seq_lens=torch.stack([tensors["seq_lens"]] * 2, dim=1)[:, 0]),
     ]
+    wide = dict(key_cache=inside(key, 192), value_cache=inside(value, 192))
+    strides = "key_cache must have strides that are multiples of"
+    refused = [
+        (dict(value_cache=gpu.stack([value] * 2, 1)[:, 1]), "value_cache must have the strides"),
+        (dict(key_cache=inside(key, 129), value_cache=inside(value, 129)), strides),
+        (
+            dict(key_cache=inside(key, 256), value_cache=inside(value, 256, 1)),
+            "value_cache must start at a multiple of 16 bytes",
+        ),
+    ]
+    if path.backend.startswith("xqa"):
+        refused.append((wide, f"{strides} 128"))
+    else:
+        views.append(wide)
     for view in views:
-        assert any(isinstance(v, torch.Tensor) and not v.is_contiguous() for v in view.values())
-        try:
-            actual = function(**tensors | view)
-        except (ValueError, NotImplementedError) as error:
-            assert any(name in str(error) for name in view), error
-            continue
-        assert torch.equal(actual, expected), list(view)
+        assert torch.equal(function(**tensors | view), expected), list(view)
+    for view, message in refused:
+        with pytest.raises(ValueError, match=message):
+            function(**tensors | view)
+    assert torch.equal(function(**tensors), expected)
+
+
+def inside(tensor: torch.Tensor, width: int, start: int = 0) -> torch.Tensor:
+    """The same values as a part of memory with rows of `width` elements."""
+    memory = torch.zeros(tensor[..., 0].numel() * width + start, device=gpu.DEVICE)
+    rows = memory.to(tensor.dtype)[start:].view(*tensor.shape[:-1], width)[..., : tensor.shape[-1]]
+    rows.copy_(tensor)
+    return rows
+
+
+@pytest.mark.parametrize("path", [*gpu.PATHS, gpu.XQA_FP8], ids=str)
+def test_r5_axes_of_size_1(path):
+    """Caches of one page, one head or one token a page; and strides of such axes mean nothing."""
+    lengths, rows = (9, 40, 0), (3, 40, 1)
+    # XQA needs 8 query heads a KV head, and pages of its own size.
+    cases = [path.case(lengths, rows, num_qo_heads=8, num_kv_heads=1)]
+    cases.append(path.case((9,), (3,), extra_pages=0))
+    if not path.backend.startswith("xqa"):
+        cases.append(path.case(lengths, rows, page_size=1, num_qo_heads=8, num_kv_heads=1))
+    for case in cases:
+        arguments = case.make()
+        tensors = gpu.on_device(arguments)
+        function = functools.partial(getattr(torch_core, path.phase), backend=path.backend)
+        expected = function(**tensors)
+        if path is not gpu.XQA_FP8:
+            gpu.check(arguments, inputs.to_numpy(expected))
+        for names in (CACHE_NAMES, CACHE_NAMES[1:]):
+            view = {}
+            for name in names:
+                cache = tensors[name]
+                pairs = zip(cache.shape, cache.stride(), strict=True)
+                strides = [7 if size == 1 else step for size, step in pairs]
+                assert strides != list(cache.stride())
+                view[name] = cache.as_strided(cache.shape, strides)
+            assert torch.equal(function(**tensors | view), expected), names
 
 
 @pytest.mark.parametrize("dtype", interop.DTYPES)

@@ -177,14 +177,20 @@ def test_r42_non_causal_window(path):
 @pytest.mark.parametrize("front", faults.FRONTS)
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 112, 136])
 def test_r43_odd_head_dims_are_refused(front, head_dim):
-    """No padding behind the scenes: the call names head_dim and what is allowed. head_dim 64 and
-    256 have tests of their own with XQA (tests/torch_core/test_xqa.py)."""
+    """By the native kernels, so wherever lse is asked for, and by XQA but for multiples of 16
+    (tests/faults/test_gpu_decode.py): the call names head_dim and what is allowed."""
     message = f"takes head_dim 64, 128, 256, got {head_dim}"
     for path in (gpu.DECODE, gpu.FA3, gpu.FA2):
         arguments = path.case((25, 17), (5, 1), head_dim=head_dim).make()
         for backend in ("auto", path.backend):
             with pytest.raises(NotImplementedError, match=message):
                 gpu.run(front, path.phase, arguments, backend=backend, return_lse=True)
+    if head_dim % 16:
+        arguments = gpu.XQA.case((25, 17), head_dim=head_dim).make()
+        with pytest.raises(
+            NotImplementedError, match="takes head_dim 16 to 512 in steps of 16, got"
+        ):
+            gpu.run(front, "decode", arguments)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["split", "whole"])
@@ -250,8 +256,8 @@ def test_r45_more_rows_than_a_grid_axis_has_blocks(path, total):
 
 @pytest.mark.parametrize("path", [gpu.DECODE, gpu.FA3, gpu.FA2], ids=str)
 def test_r47_many_requests_do_not_overflow_the_scratch(path):
-    """512 requests of one token, and 128 of 577, 32 / 2 heads: every copy of a batch agrees."""
-    sizes = dict(num_qo_heads=32)
+    """512 requests of one token, and 128 of 577, 32 / 2 heads of 256: all copies agree."""
+    sizes = dict(num_qo_heads=32, head_dim=256)
     for lengths, times in (((1, 577, 3000, 40), 128), ((577,) * 2, 64)):
         small = path.case(lengths, **sizes).make()
         out, lse = gpu.attend("torch", path, gpu.repeated(small, times))

@@ -37,6 +37,7 @@ CASES = [
     replace(BASE, name="window", options=dict(window_left=50)),
     replace(BASE, name="drafts", **DRAFTS),
     replace(BASE, name="draft_mask", kv_dtype="float8_e4m3fn", draft_mask="bool", **DRAFTS),
+    replace(BASE, name="packed_mask", draft_mask="packed", **DRAFTS),
 ]
 
 

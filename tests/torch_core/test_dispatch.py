@@ -5,10 +5,13 @@ import functools
 import importlib.util
 import itertools
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+import jaxattn
 import torch_core
 from tests import inputs
 from torch_core import dispatch
@@ -287,14 +290,22 @@ def test_fa2_counts_in_32_bits():
 
 
 def test_wide_heads_of_xqa():
-    """head_dim above 256: no drafts, and at most 16 query heads a KV head."""
+    """head_dim above 256 takes no drafts; without drafts a KV head's query rows have 16 KiB."""
     wide = dict(head_dim=512)
     assert chosen("decode", 90, **wide) == "xqa"
-    assert chosen("decode", 90, **wide, num_qo_heads=64) == "xqa"
-    reason = "head_dim above 256 takes q_len 1 and at most 16 query heads a KV head"
-    for changes in (dict(num_qo_heads=68), dict(q_len=2, num_rows=8)):
-        assert reasons("decode", 90, **wide, **changes)["xqa"] == reason
-    assert chosen("decode", 90, head_dim=256, num_qo_heads=68, q_len=2, num_rows=8) == "xqa"
+    drafts = dict(q_len=2, num_rows=8)
+    reason = "head_dim above 256 takes q_len 1 only"
+    assert reasons("decode", 90, **wide, **drafts)["xqa"] == reason
+    for head_dim, most in ((16, 128), (64, 128), (80, 64), (128, 64), (144, 32), (256, 32),
+                           (272, 16), (512, 16)):  # fmt: skip
+        sizes = dict(num_kv_heads=1, head_dim=head_dim)
+        assert chosen("decode", 90, **sizes, num_qo_heads=most) == "xqa"
+        many = sizes | dict(num_qo_heads=most + 1)
+        reason = f"takes at most {most} query heads a KV head with head_dim {head_dim}, got "
+        assert reasons("decode", 90, **many)["xqa"] == f"{reason}{most + 1}"
+        why = reasons("decode", 90, **many, kv_dtype=E4M3)
+        assert head_dim > 256 or why["xqa_fp8"] == f"{reason}{most + 1}"
+    assert chosen("decode", 90, head_dim=256, num_qo_heads=136, **drafts) == "xqa"
 
 
 def test_window_with_a_draft_mask_leaves_xqa():
@@ -474,6 +485,47 @@ def test_supported_is_false_on_values_that_no_call_accepts(changes):
     with pytest.raises((ValueError, TypeError)):
         torch_core.explain("decode", **arguments)
     assert torch_core.supported("decode", **arguments) is False
+
+
+DTYPES = [
+    ("bfloat16", "float8_e4m3fn"),
+    ("torch.bfloat16", "torch.float8_e4m3fn"),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (jnp.bfloat16, jnp.float8_e4m3fn),
+    (jnp.dtype("bfloat16"), jnp.dtype("float8_e4m3fn")),
+    (ml_dtypes.bfloat16, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("package", [torch_core, jaxattn])
+@pytest.mark.parametrize("pair", DTYPES, ids=str)
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_dtypes_of_every_kind(phase, pair, package):
+    """A name and the dtypes of torch, NumPy and JAX say the same."""
+    arguments = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16, capability=90)
+    names = ("query_dtype", "kv_dtype")
+    for count in (1, 2):
+        asked, named = (dict(zip(names[:count], each, strict=False)) for each in (pair, DTYPES[0]))
+        expected = package.explain(phase, **arguments, **named)
+        assert package.explain(phase, **arguments, **asked) == expected
+        assert package.supported(phase, **arguments, **asked) == (expected.kernel is not None)
+
+
+@pytest.mark.parametrize("dtypes, error, message", [
+    (dict(query_dtype="bf16"), ValueError,
+     "query_dtype must be one of 'bfloat16', 'float16', 'float32', 'float8_e4m3fn', got 'bf16'"),
+    (dict(query_dtype=np.float64), ValueError, "query_dtype must be one of .*, got 'float64'"),
+    (dict(kv_dtype=torch.int8), ValueError, "kv_dtype must be one of .*'nvfp4', got 'int8'"),
+    (dict(kv_dtype=8), TypeError, "kv_dtype must be a dtype or its name, got 8"),
+    (dict(query_dtype=None), TypeError, "query_dtype must be a dtype or its name, got None"),
+    (dict(kv_dtype=np.float16), TypeError,
+     "kv_dtype must have the query's dtype bfloat16 or be float8_e4m3fn or .*, got float16"),
+])  # fmt: skip
+def test_wrong_dtypes_are_refused_by_name(dtypes, error, message):
+    """Not by the name of an array that nobody passed."""
+    with pytest.raises(error, match=f"^{message}$"):
+        torch_core.explain("decode", num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16,
+                           **dtypes)  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [0, 90, 100, 120])

@@ -13,7 +13,6 @@ import torch_core
 from tests import errors, inputs
 from tests.torch_core import test_build
 from torch_core import binding, dispatch, launch
-from torch_core.problem import AttentionInputs
 
 FRONT = errors.Front(torch_core, inputs.to_torch)
 
@@ -58,6 +57,8 @@ def compiled_plan():
 
 OUT = torch.zeros(4, 4, 16)
 LSE = torch.zeros(4, 4)
+WIDE = torch.zeros(6, 8, 2, 96)
+FAR = torch.empty(1, device="meta").as_strided((6, 8, 2, 64), (2**32, 128, 64, 1))
 # name, trigger, error, start of the message
 KEY, OVERLAP = torch.zeros(1, 4, 2), torch.zeros(4, 1, 4, 2)
 OWN = [
@@ -98,10 +99,18 @@ OWN = [
      ValueError, "out: lse must be float32 [4, 4] on cpu, got float32 [3, 4] on cpu"),
     ("out_strides", call("decode", out=torch.zeros(4, 16, 4).transpose(1, 2)),
      ValueError, "out: out must be contiguous, got strides (64, 1, 4)"),
-    ("cache_strides", lambda: launch._require_strides(AttentionInputs(
-        OUT, torch.zeros(6, 8, 2, 16), torch.zeros(6, 2, 8, 16).transpose(1, 2), OUT, LSE)),
+    ("cache_strides", lambda: launch._kernel_caches(
+        torch.zeros(6, 8, 2, 16), torch.zeros(6, 2, 8, 16).transpose(1, 2), 16),
      ValueError, "value_cache must have the strides of key_cache, with contiguous rows, got "
      "(256, 16, 128, 1) beside (256, 32, 16, 1)"),
+    ("cache_steps", lambda: launch._kernel_caches(WIDE[..., :64], WIDE[..., :64], 64),
+     ValueError, "key_cache must have strides that are multiples of 64 below 2**32, got "
+     "(1536, 192, 96, 1)"),
+    ("cache_steps_of_64_bits", lambda: launch._kernel_caches(FAR, FAR, 64),
+     ValueError, "key_cache must have strides that are multiples of 64 below 2**32, got "
+     "(4294967296, 128, 64, 1)"),
+    ("cache_start", lambda: launch._kernel_caches(WIDE[..., :63], WIDE[..., 33:], 8),
+     ValueError, "value_cache must start at a multiple of 16 bytes, got 4 past one"),
     ("merge_out", call("merge_states", out=OUT), TypeError, "out must be (out, lse), got Tensor"),
     ("merge_out_lse", call("merge_states", out=(OUT[:3], LSE)),
      ValueError, "out: lse must be float32 [3, 4] on cpu, got float32 [4, 4] on cpu"),
@@ -120,6 +129,9 @@ OWN = [
     ("explain_head_dim", lambda: torch_core.explain(
         "decode", num_qo_heads=1, num_kv_heads=1, head_dim=0, page_size=16),
      ValueError, "head_dim must be in [1, 2147483647], got 0"),
+    ("explain_dtype", lambda: torch_core.explain(
+        "decode", num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16, query_dtype=None),
+     TypeError, "query_dtype must be a dtype or its name, got None"),
 ]  # fmt: skip
 
 

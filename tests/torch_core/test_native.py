@@ -25,6 +25,7 @@ PREFILL = dataclasses.replace(
 )
 SINKS = dataclasses.replace(PREFILL, name="sinks", sinks=True)
 E4M3 = dict(kv_dtype="float8_e4m3fn", k_scale=0.25, v_scale=0.5)
+WIDE = dict(head_dim=256, num_qo_heads=14)
 CASES = [
     dict(),
     dict(kv_layout="HND"),
@@ -33,6 +34,7 @@ CASES = [
     dict(window_left=127),
     dict(sm_scale=0.3, k_scale=0.5, v_scale=3.0),
     dict(sinks=True),
+    WIDE,
 ]
 
 SPLIT = dict(seq_lens=(70_000, 3), q_lens=(3, 2), extra_rows=0)
@@ -63,13 +65,18 @@ def test_decode(changes, kv):
     check(variant(DECODE, **(kv | changes)), "native_decode")
 
 
+@pytest.mark.parametrize("changes", [dict(), dict(kv_layout="HND", page_size=1)], ids=str)
+def test_decode_over_e5m2(changes):
+    check(variant(DECODE, kv_dtype="float8_e5m2", k_scale=0.25, **changes), "native_decode")
+
+
 @pytest.mark.parametrize("version", ["fa2", "fa3"])
 @pytest.mark.parametrize("changes", [*CASES, dict(causal=False), SPLIT], ids=str)
 def test_prefill(changes, version):
     check(variant(PREFILL, **changes), f"native_prefill_{version}")
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(kv_layout="HND")], ids=str)
+@pytest.mark.parametrize("changes", [dict(), dict(kv_layout="HND"), WIDE], ids=str)
 def test_fa2_prefill_over_e4m3(changes):
     check(variant(PREFILL, **(E4M3 | changes)), "native_prefill_fa2")
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -165,7 +166,7 @@ def test_no_gpu(gpu, capsys, monkeypatch):
 @pytest.mark.parametrize("arguments, message", [
     (["--head-dim", "128"], "required: --num-qo-heads, --num-kv-heads, --page-size\n"),
     ([*ARGUMENTS, "--jobs", "0"], "jobs must be in [1, 2147483647], got 0"),
-    ([*ARGUMENTS, "--kv-dtype", "int8"], "key_cache must be bfloat16 or"),
+    ([*ARGUMENTS, "--kv-dtype", "int8"], "kv_dtype must be one of 'bfloat16', "),
     ([*ARGUMENTS, "--num-kv-heads", "7"], "query must have a positive multiple of num_kv_heads"),
     ([*QSA, "--page-size", "16", "32", "--head-dim", "64", "128"],
      "--head-dim, --page-size must have one value with --qsa"),
@@ -221,8 +222,35 @@ def test_on_a_cpu():
         assert torch_core.warmup(**GEOMETRY) == ("reference",)
     with pytest.raises(ValueError, match="phase must be one of"):
         torch_core.warmup("train", **GEOMETRY)
-    with pytest.raises(TypeError):
-        torch_core.warmup("decode", heads=3, **GEOMETRY)
+
+
+@pytest.mark.parametrize("package", [torch_core, jaxattn])
+@pytest.mark.parametrize("phase, changes, error, message", [
+    ("decode", dict(batch=4), TypeError,
+     "warmup has no argument batch; it takes num_qo_heads, num_kv_heads, head_dim, page_size, "),
+    ("decode", dict(capability=90), TypeError, "warmup has no argument capability; it takes "),
+    ("decode", dict(head_dim=[]), ValueError, "head_dim must have a value or more, got none"),
+    ((), {}, ValueError, "phase must have a value or more, got none"),
+    ("decode", dict(query_dtype=["bfloat16", "bf16"]), ValueError,
+     "query_dtype must be one of 'bfloat16', 'float16', 'float32', 'float8_e4m3fn', got 'bf16'"),
+])  # fmt: skip
+def test_arguments_that_mean_nothing(package, phase, changes, error, message):
+    """Errors that name them, before anything is built."""
+    with pytest.raises(error) as raised:
+        package.warmup(phase, **GEOMETRY | changes)
+    assert str(raised.value).startswith(message)
+
+
+def test_sizes_that_are_left_out():
+    with pytest.raises(TypeError, match=r"^warmup needs head_dim, page_size$"):
+        torch_core.warmup(num_qo_heads=64, num_kv_heads=8)
+
+
+def test_dtypes_of_every_kind(gpu):
+    """torch's, JAX's and names reach one kernel."""
+    for dtype in (torch.bfloat16, jnp.bfloat16, "bfloat16", [torch.bfloat16, "bfloat16"]):
+        torch_core.warmup("decode", **GEOMETRY, query_dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+    assert {key[:2] for _, key in gpu.log} == {("bfloat16", "float8_e4m3fn")}
 
 
 def test_as_a_module():

@@ -2,15 +2,20 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from jaxattn import _launch
+from tests import oracle
 from tests.inputs import Case
 from torch_core import binding, problem
 from torch_core.backends import xqa
 
 LENGTHS = (3, 0, 17, 4, 1, 30)
+NAMES = ("seq_lens", "page_table", "cu_seqlens_q", "draft_mask")
 
 
 def operands(q_len: int, mask: str | None) -> tuple[dict, dict]:
@@ -26,7 +31,7 @@ def operands(q_len: int, mask: str | None) -> tuple[dict, dict]:
     return arguments, {name: x.numpy() for name, x in made.items() if isinstance(x, torch.Tensor)}
 
 
-@pytest.mark.parametrize("mask", [None, "bool"])
+@pytest.mark.parametrize("mask", [None, "bool", "packed"])
 @pytest.mark.parametrize("q_len", [4, 40])
 def test_each_row_sees_its_keys_and_nothing_past_the_length(q_len, mask):
     """A request shorter than the block too: its first rows belong to a request without keys, as
@@ -35,6 +40,8 @@ def test_each_row_sees_its_keys_and_nothing_past_the_length(q_len, mask):
     draft_mask = arguments.get("draft_mask")
     if draft_mask is None:
         draft_mask = np.broadcast_to(np.tri(q_len, dtype=bool), (len(LENGTHS), q_len, q_len))
+    elif mask == "packed":
+        draft_mask = oracle.unpack(draft_mask, q_len)
     ends, lengths = made["cu_seqlens_q"], made["seq_lens"]
     words = made["draft_mask"].astype(int).reshape(len(LENGTHS) * q_len, -1)
     rows = []
@@ -54,3 +61,26 @@ def test_each_row_sees_its_keys_and_nothing_past_the_length(q_len, mask):
         seen = [*range(start), *(start + c for c in range(q_len) if draft_mask[request][draft][c])]
         expected.append((row, request, [key for key in seen if key >= 0 <= start + draft]))
     assert rows == expected
+
+
+@pytest.mark.parametrize("q_len", [4, 40])
+def test_a_packed_mask_gives_the_operands_of_the_same_bits(q_len):
+    """From jax too, whose arrays are traced."""
+    arguments, made = operands(q_len, "packed")
+    calls = [arguments, arguments | dict(draft_mask=oracle.unpack(arguments["draft_mask"], q_len))]
+    for call in calls:
+        for name, array in traced(q_len, call).items():
+            assert np.array_equal(array, made[name]), name
+
+
+def traced(q_len: int, arguments: dict) -> dict:
+    """The operands of drafts as JAX makes them."""
+    arrays = {name: jnp.asarray(v) for name, v in arguments.items() if isinstance(v, np.ndarray)}
+
+    @jax.jit
+    def make(arrays):
+        described, inputs = problem.describe_decode(problem.AttentionInputs(**arrays), q_len=q_len)
+        made = xqa.operands(described, inputs, {}, _launch._OPS, 132, "xqa")
+        return {name: made[name] for name in NAMES}
+
+    return jax.tree.map(np.asarray, make(arrays))

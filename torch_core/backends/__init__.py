@@ -17,6 +17,7 @@
        scales(problem, inputs)     our scales in upstream's terms
        operands(problem, inputs, scales, ops, sm_count, kernel)
                                    the call's arrays, made with `ops`
+       stride_unit(problem)        what strides of a cache are multiples of, in elements
        bind(problem, sm_count, kernel, scaled)
                                    binding.Binding: arguments in the function's order, scratch
 

@@ -74,6 +74,11 @@ def plan_size(problem: Any, sm_count: int, kernel: str) -> int:
     return native_plan.size(make(problem, sm_count).parts)
 
 
+def stride_unit(problem: AttentionProblem) -> int:
+    """Upstream loads rows 16 bytes at a time."""
+    return 16 // getattr(torch, problem.kv_dtype).itemsize
+
+
 @functools.lru_cache(maxsize=4096)
 def bind(problem: Any, sm_count: int, kernel: str, scaled: bool) -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors; `scaled`: with

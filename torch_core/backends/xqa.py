@@ -17,7 +17,8 @@ from ..binding import Binding, Operand, Ops, Scalar, Size
 from ..problem import AttentionInputs, DecodeProblem, score_scale
 
 # Upstream's running maximum starts at -1e5. A sink just above it weighs nothing beside any real
-# score and turns the 0 / 0 of a row without keys into 0 / inf. Scores below it were lost before.
+# score and turns the 0 / 0 of a row without keys into 0 / inf. Scores below it were lost before,
+# as `decode` says.
 NO_SINK = -99_000.0
 
 
@@ -45,16 +46,9 @@ def operands(
     arrays = {name: getattr(inputs, name) for name in names} | scales
     if inputs.sinks is None:
         arrays["sinks"] = ops.constant(np.full(problem.num_qo_heads, NO_SINK, np.float32))
-    if problem.draft_mask == "packed":
-        arrays["draft_mask"] = inputs.draft_mask
-    elif problem.q_len > 1:
+    if problem.q_len > 1:
         arrays |= _draft_operands(problem, inputs, ops)
     return arrays
-
-
-def _pairs(problem: DecodeProblem) -> bool:
-    """Whether each request goes to the kernel as two: see `_draft_operands`."""
-    return problem.q_len > 1 and problem.draft_mask != "packed"
 
 
 def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -> dict[str, Any]:
@@ -75,7 +69,13 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
         # Upstream's columns end at the request's last token.
         column = np.broadcast_to(np.arange(q_len), (1, q_len, q_len))
         column = ops.constant(column) + missing[:, None, None]
-        mask = ops.take(inputs.draft_mask, column.clip(0, q_len - 1), 2) & (column < q_len)
+        place = column.clip(0, q_len - 1)
+        if problem.draft_mask == "packed":
+            bits = ops.take(ops.cast(inputs.draft_mask, "int32"), place // 16, 2)
+            mask = ((bits >> (place % 16)) & 1) == 1
+        else:
+            mask = ops.take(inputs.draft_mask, place, 2)
+        mask = mask & (column < q_len)
         weights = np.zeros((q_len, len(words)), np.int32)
         weights[np.arange(q_len), np.arange(q_len) // 16] = 1 << (np.arange(q_len) % 16)
         packed = (ops.cast(mask, "int32")[..., None] * ops.constant(weights)).sum(-2)
@@ -91,6 +91,11 @@ def _draft_operands(problem: DecodeProblem, inputs: AttentionInputs, ops: Ops) -
     )
 
 
+def stride_unit(problem: DecodeProblem) -> int:
+    """Upstream counts the strides of a cache in rows: it divides them by head_dim."""
+    return problem.head_dim
+
+
 @functools.lru_cache(maxsize=4096)
 def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = False) -> Binding:
     """The compiled kernel for a problem on a device of `sm_count` multiprocessors.
@@ -101,7 +106,8 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
     fast = kernel == "xqa_fp8"
     sequences = problem.batch * problem.num_kv_heads
     splits = max(1, sm_count * _blocks_per_sm(problem, fast) // sequences)
-    sequences *= 2 if _pairs(problem) else 1
+    drafts = problem.q_len > 1
+    sequences *= 2 if drafts else 1
     # What makes upstream choose these splits.
     told = math.ceil((splits - 0.3) * sequences / 0.75) if fast else splits * sequences
     # Upper bounds of upstream's tiles: query rows of a sequence go in pieces of 16 to 32.
@@ -134,8 +140,8 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
             Size("seq_lens", 0),
             Scalar("kv_scale"),
             problem.q_len,
-            Operand("cu_seqlens_q") if _pairs(problem) else None,
-            Operand("draft_mask") if problem.q_len > 1 else None,
+            Operand("cu_seqlens_q") if drafts else None,
+            Operand("draft_mask") if drafts else None,
             Operand("semaphores"),
             Operand("scratch"),
             True,  # programmatic dependent launch

@@ -1,6 +1,7 @@
 """Building kernels ahead of their first use; `python -m torch_core.warmup` from a shell."""
 
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -16,6 +17,7 @@ from .. import build, checks, dispatch, kv_cache
 from ..problem import AttentionProblem
 
 PHASES = ("decode", "prefill")
+BOUND = ("phase", "capability")  # of `explain`: not limits
 
 
 class Task(NamedTuple):
@@ -55,7 +57,7 @@ def warmup(
         CPU that is "reference", and nothing is built.
 
     Raises:
-        ValueError, TypeError: an argument that no call accepts.
+        ValueError, TypeError: an argument that no call accepts, or a list without a value.
         NotImplementedError: no kernel runs such a call.
         RuntimeError: a build failed; the message says why.
     """
@@ -66,9 +68,18 @@ def warmup(
 
 def calls(phase: str | Sequence[str], limits: dict[str, Any]) -> Iterator[tuple[str, dict]]:
     """Phase and arguments of `describe_call` for every combination."""
-    phases = (phase,) if isinstance(phase, str) else tuple(phase)
-    values = [v if isinstance(v, list | tuple) else (v,) for v in limits.values()]
-    for each, *chosen in itertools.product(phases, *values):
+    parameters = inspect.signature(dispatch.explain).parameters.values()
+    named = {p.name: p.default is p.empty for p in parameters if p.name not in BOUND}
+    if unknown := limits.keys() - named:
+        raise TypeError(f"warmup has no argument {min(unknown)}; it takes {', '.join(named)}")
+    if missing := [name for name, needed in named.items() if needed and name not in limits]:
+        raise TypeError(f"warmup needs {', '.join(missing)}")
+    asked: dict[str, Any] = dict(phase=phase, **limits)
+    values = {n: v if isinstance(v, list | tuple) else (v,) for n, v in asked.items()}
+    for name, several in values.items():
+        if not several:
+            raise ValueError(f"{name} must have a value or more, got none")
+    for each, *chosen in itertools.product(*values.values()):
         yield each, dict(zip(limits, chosen, strict=True))
 
 
