@@ -59,8 +59,8 @@ def _wide_drafts(problem: DecodeProblem, environment: Environment) -> str | None
 
 
 def _query_tile(problem: DecodeProblem, environment: Environment) -> str | None:
-    # The kernel keeps a KV head's query rows, padded to 64, 128, 256 or 512 elements, in 16 KiB, and
-    # does not compile where they are more. Of drafts it takes 32 rows at a time.
+    # The kernel keeps a KV head's query rows, padded to 64, 128, 256 or 512 elements, in 16 KiB,
+    # and does not compile where they are more. Of drafts it takes 32 rows at a time.
     most = 2**13 // max(64, 1 << (problem.head_dim - 1).bit_length())
     if problem.q_len == 1 and problem.group_size > most:
         return (
