@@ -137,7 +137,8 @@ def select(
     """Picks the groups that each row attends to.
 
     score[g] = sum over heads of relu(index_query . key[g]), float32; the min(topk, visible) groups
-    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins.
+    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins. A
+    product that is NaN counts as 0: keys that were never written rank lowest.
 
     Args:
         index_query: [num_rows, index_heads, index_dim]; see `prepare_query`.

@@ -132,12 +132,12 @@ def _store_as(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def score(index_query: Tensor, keys: Tensor) -> Tensor:
-    """Sum over heads of relu(query . key), float32 [rows, groups].
+    """Sum over heads of relu(query . key), float32 [rows, groups]; relu(NaN) is 0.
 
     Computed in float64 and rounded once, so that bits do not depend on the shapes, and equal keys
     have equal scores."""
     products = index_query.double() @ keys.double().T
-    return products.relu_().sum(1).float()
+    return products.relu_().nan_to_num_(0, torch.inf).sum(1).float()
 
 
 def select(
