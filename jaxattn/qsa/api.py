@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import checks
 from torch_core.qsa import Metadata, describe, plan, plan_attend, plan_select
-from torch_core.qsa.api import WORKSPACE_BYTES
+from torch_core.qsa.api import WORKSPACE_BYTES, places_of
 from torch_core.qsa.problem import METADATA
 from torch_core.qsa.support import require_attend, require_compress, require_select
 
@@ -71,10 +71,14 @@ def compress(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, the tables are too short.
+        jax.errors.JaxRuntimeError: on a CPU, at run time, a row breaks the second part of the
+            contract.
 
     Caller's contract: the raw keys of an unfinished group before this step are in the ring: earlier
-    steps wrote them. Tables have a row for every rotary position. The CPU checks the second.
+    steps wrote them. Second, the metadata is of these caches and requests, the ring of each request
+    that has rows exists, and tables have a row for every rotary position. The CPU checks that, a
+    GPU under JAXATTN_DEBUG=1: without it, what belongs to a ring or slot that does not exist is not
+    written.
 
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
@@ -95,7 +99,7 @@ def compress(
     flat = _flat(arrays)
     way = _run.way(via)
     if way != "reference":
-        flat = _run.checked("compress", flat, compress_ratio=problem.compress_ratio)
+        flat = _run.checked("compress", flat, **places_of(problem))
     new_ring, new_cache = _run.compute(
         _make_compress, "compress", flat, way=way, eps=problem.eps, **options
     )

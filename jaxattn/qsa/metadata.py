@@ -59,10 +59,12 @@ def build_metadata(
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing; decoding
             requests of different numbers of rows.
         NotImplementedError: vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, traced offsets break the contract.
+        jax.errors.JaxRuntimeError: on a CPU, at run time, lengths or traced offsets break the
+            contract.
 
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
-    decode_query_len. The CPU checks both.
+    decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
+    under JAXATTN_DEBUG=1.
     """
     given: dict[str, Any] = dict(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio
@@ -84,7 +86,8 @@ def build_metadata(
     counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
     problem = describe.describe_metadata(**arrays, **given, **counts)
     if way != "reference":
-        arrays = _run.checked("build_metadata", arrays, num_rows=num_rows, **counts)
+        numbers = dict(num_rows=num_rows, page_size=page_size, **counts)
+        arrays = _run.checked("build_metadata", arrays, **numbers)
     metadata = Metadata(*_run.compute(_make, "build_metadata", arrays, way=way, **given, **counts))
     return metadata, split or split_of(problem)
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from .. import checks, debug
 from ..decode import Scale
 from ..launch import require_no_grad, require_out, require_same_device
+from ..reference import _check_range
 from . import describe, launch, plan, plan_attend, plan_select, reference
 from .metadata import Metadata
-from .problem import METADATA
+from .problem import METADATA, CompressProblem
 from .support import require_attend, require_compress, require_select
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -51,7 +52,7 @@ def prepare_query(
     require_same_device(projection=projection, weight=weight, cos=cos, sin=sin, positions=positions)
     require_no_grad("qsa.prepare_query", projection, weight)
     if not launch.uses_kernels(projection):
-        _check_places(cos, positions.clamp(min=0))
+        _check_rotary(cos, positions.clamp(min=0))
     with torch.no_grad():
         return reference.prepare_query(projection, weight, cos, sin, positions, eps)
 
@@ -103,11 +104,15 @@ def compress(
         (ring, compressed_cache), the tensors that were passed.
 
     Raises:
-        ValueError, TypeError: an argument of wrong shape, value or dtype.
+        ValueError, TypeError: an argument of wrong shape, value or dtype; on a CPU, a row that
+            breaks the second part of the contract.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
 
     Caller's contract: the raw keys of an unfinished group before this step are in the ring: earlier
-    steps wrote them. Tables have a row for every rotary position. The CPU checks the second.
+    steps wrote them. Second, the metadata is of these caches and requests, the ring of each request
+    that has rows exists, and tables have a row for every rotary position. The CPU checks that, a
+    GPU under JAXATTN_DEBUG=1: without it, what belongs to a ring or slot that does not exist is not
+    written.
 
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
@@ -134,28 +139,71 @@ def compress(
     require_no_grad("qsa.compress", *flat.values())
     _require_caches(ring=ring, compressed_cache=compressed_cache)
     with torch.no_grad():
+
+        def check() -> None:
+            given = (metadata, seq_lens, cos, ring_ids, rotary_positions)
+            check_places(*given, **places_of(problem))
+
         if not launch.uses_kernels(index_key):
-            check_tables(cos, metadata, rotary_positions, problem.compress_ratio)
+            check()
             reference.compress(
                 **arrays, **optional, compress_ratio=problem.compress_ratio, eps=problem.eps
             )
         else:
             require_compress(problem)
-            ratio = problem.compress_ratio
-            debug.check(lambda: check_tables(cos, metadata, rotary_positions, ratio))
+            debug.check(check)
             launch.run(plan.plan_compress(problem), flat)
     return ring, compressed_cache
 
 
-def check_tables(cos: Any, metadata: Metadata, rotary_positions: Any, compress_ratio: int) -> None:
-    """ValueError where a group that this step completes has no row in the rotary tables."""
+def places_of(problem: CompressProblem) -> dict[str, int]:
+    """What bounds the places of a compress call."""
+    num_pages, groups_per_page = problem.cache_shape[:2]
+    return dict(
+        compress_ratio=problem.compress_ratio,
+        num_rings=problem.ring_shape[0],
+        num_pages=num_pages,
+        groups_per_page=groups_per_page,
+    )
+
+
+def check_places(
+    metadata: Metadata,
+    seq_lens: Tensor,
+    cos: Tensor,
+    ring_ids: Tensor | None,
+    rotary_positions: Tensor | None,
+    *,
+    compress_ratio: int,
+    num_rings: int,
+    num_pages: int,
+    groups_per_page: int,
+) -> None:
+    """ValueError where a row names a request, a ring, a group's slot or a row of the rotary tables
+    that does not exist."""
+    rows = (metadata.request_ids >= 0).nonzero()[:, 0]
+    _check_entries(
+        "metadata.request_ids", metadata.request_ids, rows, "num_requests", len(seq_lens)
+    )
+    if ring_ids is not None:
+        requests = metadata.request_ids[rows].long()
+        _check_entries("ring_ids", ring_ids, requests, "num_rings", num_rings)
+    rows = (metadata.slots >= 0).nonzero()[:, 0]
+    bound = "num_pages * groups_per_page"
+    _check_entries("metadata.slots", metadata.slots, rows, bound, num_pages * groups_per_page)
     places = rotary_positions
     if places is None:
         places = metadata.positions - (compress_ratio - 1)
-    _check_places(cos, places[metadata.slots >= 0])
+    _check_rotary(cos, places[rows])
 
 
-def _check_places(cos: Tensor, places: Tensor) -> None:
+def _check_entries(name: str, array: Tensor, entries: Tensor, bound: str, limit: int) -> None:
+    """ValueError where one of these entries is not in [0, limit)."""
+    if len(entries):
+        _check_range(name, array[entries].cpu(), bound, limit, entries.tolist())
+
+
+def _check_rotary(cos: Tensor, places: Tensor) -> None:
     if len(places) and (places.min() < 0 or places.max() >= len(cos)):
         raise ValueError(
             f"cos must have a row for each rotary position, {int(places.min())} to "

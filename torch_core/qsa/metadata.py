@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import debug
 from ..launch import require_same_device
+from ..reference import check_lengths
 from . import describe, launch, plan
 from .problem import METADATA, QSAProblem
 
@@ -170,10 +171,11 @@ def build_metadata(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype; decoding requests of
-            different numbers of rows.
+            different numbers of rows; on a CPU, lengths or offsets that break the contract.
 
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
-    decode_query_len. The CPU checks both.
+    decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
+    under JAXATTN_DEBUG=1.
     """
     require_same_device(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     given: dict[str, Any] = dict(
@@ -181,10 +183,14 @@ def build_metadata(
     )
     arrays = dict(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     describe.describe_metadata(**arrays, **given)
+
+    def checked_split() -> Split:
+        check_lengths(seq_lens.tolist(), page_table.shape[1] * page_size)
+        counts = (num_decodes, decode_query_len, max_decode_query_len)
+        return host_split(cu_seqlens_q.tolist(), num_rows, *counts)
+
     if not launch.uses_kernels(page_table):
-        split = host_split(
-            cu_seqlens_q.tolist(), num_rows, num_decodes, decode_query_len, max_decode_query_len
-        )
+        split = checked_split()
         return build(**arrays, **given), split
     if num_decodes is None or decode_query_len is None:
         raise ValueError(
@@ -194,8 +200,7 @@ def build_metadata(
     problem = describe.describe_metadata(
         **arrays, **given, num_decodes=num_decodes, decode_query_len=decode_query_len
     )
-    counts = (num_decodes, decode_query_len, max_decode_query_len)
-    debug.check(lambda: host_split(cu_seqlens_q.tolist(), num_rows, *counts))
+    debug.check(checked_split)
     built = launch.run(plan.plan_metadata(problem), arrays)
     return Metadata(*(built[name] for name in METADATA)), split_of(problem)
 

@@ -9,6 +9,8 @@ from tests.torch_core.qsa import cases
 from torch_core import qsa
 from torch_core.qsa import describe, launch, metadata, plan, reference
 
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
 
 def build(page_table, seq_lens, lengths, sizes, num_rows=None):
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -209,6 +211,40 @@ def test_pieces_give_the_same_bits(index_dtype):
         assert torch.equal(server.keys(0).float(), servers[0].keys(0).float())
         assert torch.equal(result["selected"], results[0]["selected"])
         assert torch.equal(result["token_indices"], results[0]["token_indices"])
+
+
+@pytest.mark.parametrize("rings", [(-1, 1), (1, 2), (INT_MIN, 1), (1, INT_MAX), (0, 1)])
+@pytest.mark.parametrize("slot", [7, 8, INT_MAX])
+def test_places_that_do_not_exist_are_not_written(slot, rings, device):
+    """Two requests of a group each; what lies before and behind ring and cache keeps its values."""
+
+    def int32(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    slots = [-1, -1, -1, 5, -1, -1, -1, slot]
+    rows = metadata.Metadata(*map(int32, ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, [0] * 8, slots)))
+    memory = torch.full((4, 4, 16), 5.0, device=device)
+    groups = torch.full((4, 4, 1, 16), 7.0, device=device)
+    arrays = dict(
+        index_key=torch.randn(2, 4, 16, device=device).flatten(0, 1),
+        ring=memory[1:3],
+        compressed_cache=groups[1:3],
+        metadata=rows,
+        seq_lens=int32([4, 4]),
+        weight=torch.zeros(16, device=device),
+        cos=torch.ones(8, 2, device=device),
+        sin=torch.zeros(8, 2, device=device),
+    )
+    kernel(arrays, dict(compress_ratio=4, ring_ids=int32(rings)))
+    wanted = torch.full_like(memory, 5.0)
+    changed = set()
+    for request, (ring, place) in enumerate(zip(rings, (5, slot), strict=True)):
+        if ring in (0, 1):
+            wanted[1 + ring] = arrays["index_key"].view(2, 4, 16)[request]
+            changed |= {4 + place} if place < 8 else set()
+    assert torch.equal(memory, wanted)
+    written = (groups != 7).any(3).flatten().nonzero()[:, 0]
+    assert set(written.tolist()) == changed
 
 
 def test_e4m3_saturates():

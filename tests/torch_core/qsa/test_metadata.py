@@ -18,7 +18,7 @@ def int32(values) -> torch.Tensor:
 
 def test_by_hand():
     """Two decodes of 2 rows, a chunk that ends a group, a request without rows, a padding row."""
-    page_table = int32([[3, -1], [5, 2], [4, 1], [0, 0]])
+    page_table = int32([[3, -1, -1], [5, 2, -1], [4, 1, -1], [0, 0, 0]])
     built, split = qsa.build_metadata(
         page_table,
         int32([8, 18, 14, 0]),
@@ -44,19 +44,26 @@ def test_by_hand():
 
 
 def test_pages_that_are_not_there():
-    """Unmapped, out of range, and past the page table: no slot, nothing read."""
-    page_table = int32([[-1], [INT_MIN], [INT_MAX], [2], [1]])
+    """Unmapped and out of range: no slot, nothing read."""
+    page_table = int32([[-1], [INT_MIN], [INT_MAX], [2]])
     built, _ = qsa.build_metadata(
         page_table,
-        int32([4, 4, 4, 4, 20]),
-        int32([0, 1, 2, 3, 4, 5]),
-        num_rows=5,
+        int32([4, 4, 4, 4]),
+        int32([0, 1, 2, 3, 4]),
+        num_rows=4,
         num_pages=2,
         page_size=16,
         compress_ratio=4,
     )
-    assert built.slots.tolist() == [-1] * 5
-    assert built.visible.tolist() == [1, 1, 1, 1, 4]
+    assert built.slots.tolist() == [-1] * 4
+    assert built.visible.tolist() == [1] * 4
+
+
+def test_lengths_past_the_page_table():
+    """What the CPU's call refuses: no slot, and no more groups than the pages hold."""
+    sizes = dict(num_pages=2, page_size=16, compress_ratio=4)
+    built = metadata.build(int32([[1]]), int32([20]), int32([0, 1]), num_rows=1, **sizes)
+    assert (built.slots.tolist(), built.visible.tolist()) == ([-1], [4])
 
 
 def test_rows_before_the_first_token_are_padding():
