@@ -65,6 +65,8 @@ def build_metadata(
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
     decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
     under JAXATTN_DEBUG=1.
+
+    Source: visible groups as in Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     given: dict[str, Any] = dict(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio

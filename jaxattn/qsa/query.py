@@ -58,8 +58,8 @@ def prepare_query(
 
     Args:
         projection: [num_rows, index_heads, index_dim]; bfloat16, float16 or float32.
-        weight: [index_dim], w of the norm.
-        cos, sin: rotary tables, as in `compress`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables, as in `compress`.
         positions: int32 [num_rows], row of the tables for each query; a negative one is padding.
         eps: of the norm.
 

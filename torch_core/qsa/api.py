@@ -31,8 +31,8 @@ def prepare_query(
 
     Args:
         projection: [num_rows, index_heads, index_dim]; bfloat16, float16 or float32.
-        weight: [index_dim], w of the norm.
-        cos, sin: rotary tables, as in `compress`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables, as in `compress`.
         positions: int32 [num_rows], row of the tables for each query; a negative one is padding.
         eps: of the norm.
 
@@ -91,8 +91,9 @@ def compress(
             index_key or float8_e4m3fn (saturated, without a scale).
         metadata: of this step.
         seq_lens: int32 [num_requests], as in `build_metadata`.
-        weight: [index_dim], w of the norm.
-        cos, sin: [max_positions, rotary_dim // 2], rotary tables; see `rotary_tables`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables of one dtype, bfloat16, float16 or
+            float32; see `rotary_tables`.
         compress_ratio: tokens of a group.
         decode_query_len: rows of a decoding request, drafts included: checks the ring's size.
         eps: of the norm.
@@ -246,6 +247,8 @@ def select(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     return _select(
         dict(
@@ -304,6 +307,8 @@ def expand(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     problem = describe.describe_expand(selected, metadata, compress_ratio=compress_ratio)
     flat = _flat(dict(selected=selected, metadata=metadata))
@@ -366,6 +371,8 @@ def attend(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+
+    Source: Qwen4ExpTextAttention of transformers 5.24.
     """
     arrays: dict[str, Any] = dict(
         query=query,

@@ -182,6 +182,8 @@ def build_metadata(
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
     decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
     under JAXATTN_DEBUG=1.
+
+    Source: visible groups as in Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     require_same_device(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     given: dict[str, Any] = dict(
