@@ -143,3 +143,27 @@ def test_gpu_call_equals_cpu_call():
     for name in METADATA:
         assert torch.equal(getattr(built, name).cpu(), getattr(wanted, name))
     assert split[:3] == wanted_split[:3] and split.num_prefills == 1
+
+
+@pytest.mark.gpu
+def test_rows_past_65535():
+    """70,000 decoding requests, and a prompt of as many rows."""
+    lengths = int32([1] * 70_000 + [70_000])
+    page_table = torch.arange(70_001 * 70, dtype=torch.int32).view(70_001, 70)
+    arrays = dict(
+        page_table=page_table.cuda(),
+        seq_lens=torch.where(lengths == 1, torch.arange(70_001) % 5000, 70_000).int().cuda(),
+        cu_seqlens_q=torch.cat((int32([0]), lengths.cumsum(0).int())).cuda(),
+    )
+    sizes = dict(compress_ratio=4, page_size=1024, num_pages=page_table.numel())
+    problem = QSAProblem(
+        num_rows=140_003,
+        num_requests=70_001,
+        pages_per_seq=70,
+        num_decodes=70_000,
+        **sizes,
+    )
+    built = launch.run(plan.plan_metadata(problem), arrays)
+    wanted = metadata.build(**arrays, num_rows=140_003, **sizes)
+    for name in METADATA:
+        assert torch.equal(built[name], getattr(wanted, name)), name
