@@ -201,7 +201,7 @@ def check_places(
 def _check_entries(name: str, array: Tensor, entries: Tensor, bound: str, limit: int) -> None:
     """ValueError where one of these entries is not in [0, limit)."""
     if len(entries):
-        _check_range(name, array[entries].cpu(), bound, limit, entries.tolist())
+        _check_range(name, array[entries].cpu(), bound, limit, entries)
 
 
 def _check_rotary(cos: Tensor, places: Tensor) -> None:
