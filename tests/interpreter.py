@@ -7,7 +7,8 @@ import numpy as np
 def mend() -> None:
     """Mends faults of Triton 3.6's interpreter: bounds of loops, arrays of one element, do not
     convert to int under NumPy 2.4; conversions to bf16 truncate, those to fp8 lose carries; tl.dot
-    multiplies bf16 as the integers that hold it."""
+    multiplies bf16 as the integers that hold it; tl.maximum and tl.minimum hand NaN on, where a
+    GPU's take the other number."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -39,4 +40,7 @@ def mend() -> None:
 
     interpreter._patch_lang_tensor = patch
     interpreter._convert_float = convert
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = create_dot
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)

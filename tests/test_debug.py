@@ -140,6 +140,8 @@ def qsa_launched(monkeypatch):
 
 QSA = [
     ("build_metadata", dict(cu_seqlens_q=qsa_errors.int32(0, 3, 2)), "cu_seqlens_q must rise"),
+    ("build_metadata", dict(seq_lens=qsa_errors.int32(9999, 6)), "seq_lens must be in"),
+    ("compress", dict(ring_ids=qsa_errors.int32(1, 2)), "ring_ids must be in"),
     ("compress", dict(cos=torch.ones(4, 4), sin=torch.ones(4, 4),
                       metadata=qsa.Metadata(*[qsa_errors.int32(0, 1, 1)] * 2,
                                             *[qsa_errors.int32(7, 7, 7)] * 2)),
@@ -147,7 +149,9 @@ QSA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, changes, message", QSA, ids=[row[0] for row in QSA])
+@pytest.mark.parametrize(
+    "name, changes, message", QSA, ids=[f"{row[0]}-{row[2][:8]}" for row in QSA]
+)
 def test_qsa_in_torch(name, changes, message, enabled, qsa_launched):
     counts = dict(num_decodes=1, decode_query_len=1) if name == "build_metadata" else {}
     arguments = qsa_errors.valid(name) | changes | counts
@@ -159,11 +163,14 @@ def test_qsa_in_torch(name, changes, message, enabled, qsa_launched):
     assert len(qsa_launched) == (not enabled)
 
 
-@pytest.mark.parametrize("name, changes, message", QSA, ids=[row[0] for row in QSA])
+@pytest.mark.parametrize(
+    "name, changes, message", QSA, ids=[f"{row[0]}-{row[2][:8]}" for row in QSA]
+)
 def test_qsa_in_jax(name, changes, message, enabled):
     """What is put before a launch, inside jit."""
-    numbers = dict(num_rows=4, num_decodes=1, decode_query_len=1)
-    numbers = numbers if name == "build_metadata" else dict(compress_ratio=4)
+    numbers = dict(num_rows=4, page_size=16, num_decodes=1, decode_query_len=1)
+    if name == "compress":
+        numbers = dict(compress_ratio=4, num_rings=2, num_pages=4, groups_per_page=4)
 
     def passed(arguments):
         flat = dict(arguments)
@@ -177,7 +184,8 @@ def test_qsa_in_jax(name, changes, message, enabled):
         with pytest.raises(errors.AT_RUN_TIME, match=message):
             passed(qsa_errors.valid(name) | changes)
     else:
-        assert passed(qsa_errors.valid(name) | changes) == [21, 6]
+        wanted = changes.get("seq_lens", qsa_errors.int32(21, 6))
+        assert passed(qsa_errors.valid(name) | changes) == wanted.tolist()
 
 
 @pytest.mark.parametrize("value, wanted", [(None, False), ("", False), ("0", False), ("1", True)])

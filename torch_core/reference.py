@@ -264,13 +264,7 @@ def _gather(problem, inputs, pages, length) -> list[torch.Tensor]:
 def _used_pages(problem, inputs, lengths) -> np.ndarray:
     """The page table up to the longest request, 0 where a request has no page; ValueError where
     lengths or the page ids that they use are out of range."""
-    capacity = problem.pages_per_seq * problem.page_size
-    shortest, longest = min(lengths, default=0), max(lengths, default=0)
-    if shortest < 0 or longest > capacity:
-        raise ValueError(
-            f"seq_lens must be in [0, pages_per_seq * page_size = {capacity}], "
-            f"got {shortest} to {longest}{_row(lengths, capacity)}"
-        )
+    shortest, longest = check_lengths(lengths, problem.pages_per_seq * problem.page_size)
     count = -(-longest // problem.page_size)
     pages = _host(inputs.page_table)[:, :count]
     if shortest <= (count - 1) * problem.page_size:
@@ -279,6 +273,17 @@ def _used_pages(problem, inputs, lengths) -> np.ndarray:
     if pages.size:
         _check_range("page_table", pages, "num_pages", problem.num_pages)
     return pages
+
+
+def check_lengths(lengths: list[int], capacity: int) -> tuple[int, int]:
+    """The shortest and the longest; ValueError where one is not in [0, capacity]."""
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest < 0 or longest > capacity:
+        raise ValueError(
+            f"seq_lens must be in [0, pages_per_seq * page_size = {capacity}], "
+            f"got {shortest} to {longest}{_row(lengths, capacity)}"
+        )
+    return shortest, longest
 
 
 def _host(array: torch.Tensor | np.ndarray) -> np.ndarray:

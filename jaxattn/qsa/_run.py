@@ -16,11 +16,12 @@ import torch
 import torch_core.qsa
 from torch_core import checks, debug
 from torch_core.qsa import launch
-from torch_core.qsa.api import check_tables
+from torch_core.qsa.api import check_places
 from torch_core.qsa.launch import inputs_of, names_of
 from torch_core.qsa.metadata import host_split
 from torch_core.qsa.plan import Chain, Launch
 from torch_core.qsa.problem import METADATA
+from torch_core.reference import check_lengths
 
 from .. import _device, _ffi, _launch, _triton, sharding
 
@@ -208,23 +209,29 @@ _ffi.MAKERS["qsa"] = lambda call, names, numbers, wanted, in_place: _ffi.Handler
 )
 
 
-def _check_offsets(cu_seqlens_q: torch.Tensor, **counts: int) -> None:
+def _check_steps(
+    page_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, *,
+    page_size: int, **counts: int,
+) -> None:  # fmt: skip
+    check_lengths(seq_lens.tolist(), page_table.shape[1] * page_size)
     host_split(cu_seqlens_q.tolist(), **counts, max_decode_query_len=1)
 
 
-def _check_tables(
-    cos: torch.Tensor,
+def _check_places(
+    request_ids: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cos: torch.Tensor,
+    ring_ids: torch.Tensor | None = None,
     rotary_positions: torch.Tensor | None = None,
-    *,
-    compress_ratio: int,
+    **numbers: int,
 ) -> None:
-    metadata = torch_core.qsa.Metadata(None, positions, None, slots)
-    check_tables(cos, metadata, rotary_positions, compress_ratio)
+    metadata = torch_core.qsa.Metadata(request_ids, positions, None, slots)
+    check_places(metadata, seq_lens, cos, ring_ids, rotary_positions, **numbers)
 
 
-CHECKS = {"build_metadata": _check_offsets, "compress": _check_tables}
+CHECKS = {"build_metadata": _check_steps, "compress": _check_places}
 
 
 def checked(call: str, arrays: Arrays, **numbers: int) -> Arrays:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import checks
 from torch_core.qsa import Metadata, describe, plan, plan_attend, plan_select
-from torch_core.qsa.api import WORKSPACE_BYTES
+from torch_core.qsa.api import WORKSPACE_BYTES, places_of
 from torch_core.qsa.problem import METADATA
 from torch_core.qsa.support import require_attend, require_compress, require_select
 
@@ -55,8 +55,9 @@ def compress(
             index_key or float8_e4m3fn (saturated, without a scale).
         metadata: of this step.
         seq_lens: int32 [num_requests], as in `build_metadata`.
-        weight: [index_dim], w of the norm.
-        cos, sin: [max_positions, rotary_dim // 2], rotary tables; see `rotary_tables`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables of one dtype, bfloat16, float16 or
+            float32; see `rotary_tables`.
         compress_ratio: tokens of a group.
         decode_query_len: rows of a decoding request, drafts included: checks the ring's size.
         eps: of the norm, a Python number.
@@ -71,10 +72,14 @@ def compress(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, the tables are too short.
+        jax.errors.JaxRuntimeError: on a CPU, at run time, a row breaks the second part of the
+            contract.
 
     Caller's contract: the raw keys of an unfinished group before this step are in the ring: earlier
-    steps wrote them. Tables have a row for every rotary position. The CPU checks the second.
+    steps wrote them. Second, the metadata is of these caches and requests, the ring of each request
+    that has rows exists, and tables have a row for every rotary position. The CPU checks that, a
+    GPU under JAXATTN_DEBUG=1: without it, what belongs to a ring or slot that does not exist is not
+    written.
 
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
@@ -95,7 +100,7 @@ def compress(
     flat = _flat(arrays)
     way = _run.way(via)
     if way != "reference":
-        flat = _run.checked("compress", flat, compress_ratio=problem.compress_ratio)
+        flat = _run.checked("compress", flat, **places_of(problem))
     new_ring, new_cache = _run.compute(
         _make_compress, "compress", flat, way=way, eps=problem.eps, **options
     )
@@ -137,7 +142,8 @@ def select(
     """Picks the groups that each row attends to.
 
     score[g] = sum over heads of relu(index_query . key[g]), float32; the min(topk, visible) groups
-    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins.
+    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins. A
+    product that is NaN counts as 0: keys that were never written rank lowest.
 
     Args:
         index_query: [num_rows, index_heads, index_dim]; see `prepare_query`.
@@ -157,6 +163,8 @@ def select(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     (selected,) = _select(
         dict(
@@ -248,6 +256,8 @@ def expand(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: vmap or a gradient is asked for.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     problem = describe.describe_expand(selected, metadata, compress_ratio=compress_ratio)
     flat = _flat(dict(selected=selected, metadata=metadata))
@@ -324,6 +334,8 @@ def attend(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+
+    Source: Qwen4ExpTextAttention of transformers 5.24.
     """
     arrays: dict[str, Any] = dict(
         query=query,

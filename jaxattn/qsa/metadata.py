@@ -59,16 +59,22 @@ def build_metadata(
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing; decoding
             requests of different numbers of rows.
         NotImplementedError: vmap or a gradient is asked for.
-        jax.errors.JaxRuntimeError: on a CPU, at run time, traced offsets break the contract.
+        jax.errors.JaxRuntimeError: on a CPU, at run time, lengths or traced offsets break the
+            contract.
 
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
-    decode_query_len. The CPU checks both.
+    decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
+    under JAXATTN_DEBUG=1.
+
+    Source: visible groups as in Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     given: dict[str, Any] = dict(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio
     )
     arrays = dict(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    describe.describe_metadata(**arrays, **given)
+    known = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
+    known = {name: count for name, count in known.items() if count is not None}
+    describe.describe_metadata(**arrays, **given, **known)
     _launch.require_jax(**arrays)
     way = _run.way(via)
     split = None
@@ -84,7 +90,8 @@ def build_metadata(
     counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
     problem = describe.describe_metadata(**arrays, **given, **counts)
     if way != "reference":
-        arrays = _run.checked("build_metadata", arrays, num_rows=num_rows, **counts)
+        numbers = dict(num_rows=num_rows, page_size=page_size, **counts)
+        arrays = _run.checked("build_metadata", arrays, **numbers)
     metadata = Metadata(*_run.compute(_make, "build_metadata", arrays, way=way, **given, **counts))
     return metadata, split or split_of(problem)
 

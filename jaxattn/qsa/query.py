@@ -26,14 +26,14 @@ def rotary_tables(
     Args:
         max_positions: rows of the tables, 0 or more.
         rotary_dim: dims that are rotated, an even number of 2 or more.
-        theta: base of the angles.
+        theta: base of the angles, a positive Python number.
         device: where the tables lie, a jax.Device or sharding; default: JAX's default device.
 
     Returns:
         (cos, sin), float32 [max_positions, rotary_dim // 2] each.
 
     Raises:
-        ValueError, TypeError: max_positions or rotary_dim is no such Python int.
+        ValueError, TypeError: an argument is no such Python number.
 
     Source: the default rotary embedding of transformers 5.24.
     """
@@ -58,8 +58,8 @@ def prepare_query(
 
     Args:
         projection: [num_rows, index_heads, index_dim]; bfloat16, float16 or float32.
-        weight: [index_dim], w of the norm.
-        cos, sin: rotary tables, as in `compress`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables, as in `compress`.
         positions: int32 [num_rows], row of the tables for each query; a negative one is padding.
         eps: of the norm.
 

@@ -43,7 +43,9 @@ def warmup(
         budget, eps, workspace_bytes: as the calls will get them.
         pages_per_seq: columns of the page table.
         max_requests, max_rows: of one step.
-        max_draft: drafts of a decoding request: it has 1 to 1 + max_draft rows.
+        max_draft: drafts of a decoding request: it has 1 to 1 + max_draft rows. Steps of decoding
+            requests alone may attend to selections wider by up to max_draft / compress_ratio
+            groups, rounded up: those of `jaxattn.speculative.reuse_selection`.
         via: as the calls will get it.
 
     Returns:

@@ -249,7 +249,7 @@ def test_r15_append_to_a_wrong_place_keeps_our_message(front, change, message):
 
 @fronts
 def test_r15_calls_from_8_threads(front):
-    """8 threads x 50 calls, each thread with its own lengths and now and then a failing call."""
+    """8 threads x 300 calls, each thread with its own lengths and now and then a failing call."""
     cases = [Case("r15", (3 + thread, 40 - thread, 9)) for thread in range(8)]
     table = np.arange(18, dtype=np.int32).reshape(3, 6)
     base = cases[0].make() | dict(page_table=table)

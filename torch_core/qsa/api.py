@@ -9,9 +9,10 @@ from torch import Tensor
 from .. import checks, debug
 from ..decode import Scale
 from ..launch import require_no_grad, require_out, require_same_device
+from ..reference import _check_range
 from . import describe, launch, plan, plan_attend, plan_select, reference
 from .metadata import Metadata
-from .problem import METADATA
+from .problem import METADATA, CompressProblem
 from .support import require_attend, require_compress, require_select
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -30,8 +31,8 @@ def prepare_query(
 
     Args:
         projection: [num_rows, index_heads, index_dim]; bfloat16, float16 or float32.
-        weight: [index_dim], w of the norm.
-        cos, sin: rotary tables, as in `compress`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables, as in `compress`.
         positions: int32 [num_rows], row of the tables for each query; a negative one is padding.
         eps: of the norm.
 
@@ -51,7 +52,7 @@ def prepare_query(
     require_same_device(projection=projection, weight=weight, cos=cos, sin=sin, positions=positions)
     require_no_grad("qsa.prepare_query", projection, weight)
     if not launch.uses_kernels(projection):
-        _check_places(cos, positions.clamp(min=0))
+        _check_rotary(cos, positions.clamp(min=0))
     with torch.no_grad():
         return reference.prepare_query(projection, weight, cos, sin, positions, eps)
 
@@ -90,8 +91,9 @@ def compress(
             index_key or float8_e4m3fn (saturated, without a scale).
         metadata: of this step.
         seq_lens: int32 [num_requests], as in `build_metadata`.
-        weight: [index_dim], w of the norm.
-        cos, sin: [max_positions, rotary_dim // 2], rotary tables; see `rotary_tables`.
+        weight: [index_dim], w of the norm; bfloat16, float16 or float32.
+        cos, sin: [max_positions, rotary_dim // 2], rotary tables of one dtype, bfloat16, float16 or
+            float32; see `rotary_tables`.
         compress_ratio: tokens of a group.
         decode_query_len: rows of a decoding request, drafts included: checks the ring's size.
         eps: of the norm.
@@ -103,11 +105,15 @@ def compress(
         (ring, compressed_cache), the tensors that were passed.
 
     Raises:
-        ValueError, TypeError: an argument of wrong shape, value or dtype.
+        ValueError, TypeError: an argument of wrong shape, value or dtype; on a CPU, a row that
+            breaks the second part of the contract.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
 
     Caller's contract: the raw keys of an unfinished group before this step are in the ring: earlier
-    steps wrote them. Tables have a row for every rotary position. The CPU checks the second.
+    steps wrote them. Second, the metadata is of these caches and requests, the ring of each request
+    that has rows exists, and tables have a row for every rotary position. The CPU checks that, a
+    GPU under JAXATTN_DEBUG=1: without it, what belongs to a ring or slot that does not exist is not
+    written.
 
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
@@ -134,28 +140,71 @@ def compress(
     require_no_grad("qsa.compress", *flat.values())
     _require_caches(ring=ring, compressed_cache=compressed_cache)
     with torch.no_grad():
+
+        def check() -> None:
+            given = (metadata, seq_lens, cos, ring_ids, rotary_positions)
+            check_places(*given, **places_of(problem))
+
         if not launch.uses_kernels(index_key):
-            check_tables(cos, metadata, rotary_positions, problem.compress_ratio)
+            check()
             reference.compress(
                 **arrays, **optional, compress_ratio=problem.compress_ratio, eps=problem.eps
             )
         else:
             require_compress(problem)
-            ratio = problem.compress_ratio
-            debug.check(lambda: check_tables(cos, metadata, rotary_positions, ratio))
+            debug.check(check)
             launch.run(plan.plan_compress(problem), flat)
     return ring, compressed_cache
 
 
-def check_tables(cos: Any, metadata: Metadata, rotary_positions: Any, compress_ratio: int) -> None:
-    """ValueError where a group that this step completes has no row in the rotary tables."""
+def places_of(problem: CompressProblem) -> dict[str, int]:
+    """What bounds the places of a compress call."""
+    num_pages, groups_per_page = problem.cache_shape[:2]
+    return dict(
+        compress_ratio=problem.compress_ratio,
+        num_rings=problem.ring_shape[0],
+        num_pages=num_pages,
+        groups_per_page=groups_per_page,
+    )
+
+
+def check_places(
+    metadata: Metadata,
+    seq_lens: Tensor,
+    cos: Tensor,
+    ring_ids: Tensor | None,
+    rotary_positions: Tensor | None,
+    *,
+    compress_ratio: int,
+    num_rings: int,
+    num_pages: int,
+    groups_per_page: int,
+) -> None:
+    """ValueError where a row names a request, a ring, a group's slot or a row of the rotary tables
+    that does not exist."""
+    rows = (metadata.request_ids >= 0).nonzero()[:, 0]
+    _check_entries(
+        "metadata.request_ids", metadata.request_ids, rows, "num_requests", len(seq_lens)
+    )
+    if ring_ids is not None:
+        requests = metadata.request_ids[rows].long()
+        _check_entries("ring_ids", ring_ids, requests, "num_rings", num_rings)
+    rows = (metadata.slots >= 0).nonzero()[:, 0]
+    bound = "num_pages * groups_per_page"
+    _check_entries("metadata.slots", metadata.slots, rows, bound, num_pages * groups_per_page)
     places = rotary_positions
     if places is None:
         places = metadata.positions - (compress_ratio - 1)
-    _check_places(cos, places[metadata.slots >= 0])
+    _check_rotary(cos, places[rows])
 
 
-def _check_places(cos: Tensor, places: Tensor) -> None:
+def _check_entries(name: str, array: Tensor, entries: Tensor, bound: str, limit: int) -> None:
+    """ValueError where one of these entries is not in [0, limit)."""
+    if len(entries):
+        _check_range(name, array[entries].cpu(), bound, limit, entries)
+
+
+def _check_rotary(cos: Tensor, places: Tensor) -> None:
     if len(places) and (places.min() < 0 or places.max() >= len(cos)):
         raise ValueError(
             f"cos must have a row for each rotary position, {int(places.min())} to "
@@ -178,7 +227,8 @@ def select(
     """Picks the groups that each row attends to.
 
     score[g] = sum over heads of relu(index_query . key[g]), float32; the min(topk, visible) groups
-    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins.
+    of highest score, topk = budget // compress_ratio. Of equal scores the lowest group wins. A
+    product that is NaN counts as 0: keys that were never written rank lowest.
 
     Args:
         index_query: [num_rows, index_heads, index_dim]; see `prepare_query`.
@@ -197,6 +247,8 @@ def select(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     return _select(
         dict(
@@ -255,6 +307,8 @@ def expand(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
+
+    Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     problem = describe.describe_expand(selected, metadata, compress_ratio=compress_ratio)
     flat = _flat(dict(selected=selected, metadata=metadata))
@@ -317,6 +371,8 @@ def attend(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+
+    Source: Qwen4ExpTextAttention of transformers 5.24.
     """
     arrays: dict[str, Any] = dict(
         query=query,

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .. import debug
+from .. import checks, debug
 from ..launch import require_same_device
+from ..reference import check_lengths
 from . import describe, launch, plan
 from .problem import METADATA, QSAProblem
 
@@ -65,11 +66,17 @@ def split_batch(cu_seqlens_q: Sequence[int], max_decode_query_len: int = 1) -> S
         The Split. No request decodes: num_decodes 0 and decode_query_len 1.
 
     Raises:
-        ValueError: the decoding requests have different numbers of rows.
+        ValueError: offsets that do not rise from 0, or decoding requests of different numbers of
+            rows.
+        TypeError: an offset is no integer.
     """
-    lengths = [int(b) - int(a) for a, b in itertools.pairwise(cu_seqlens_q)]
+    most = checks.integer("max_decode_query_len", max_decode_query_len, 0)
+    offsets = [checks.integer(f"cu_seqlens_q[{i}]", x, 0) for i, x in enumerate(cu_seqlens_q)]
+    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
+    if not offsets or offsets[0] or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens_q must rise from 0, got {offsets}")
     num_decodes = 0
-    while num_decodes < len(lengths) and 0 < lengths[num_decodes] <= max_decode_query_len:
+    while num_decodes < len(lengths) and 0 < lengths[num_decodes] <= most:
         num_decodes += 1
     return make_split(lengths, num_decodes)
 
@@ -170,32 +177,37 @@ def build_metadata(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype; decoding requests of
-            different numbers of rows.
+            different numbers of rows; on a CPU, lengths or offsets that break the contract.
 
     Caller's contract: cu_seqlens_q rises from 0 to at most num_rows and agrees with num_decodes and
-    decode_query_len. The CPU checks both.
+    decode_query_len; seq_lens are in [0, pages_per_seq * page_size]. The CPU checks that, a GPU
+    under JAXATTN_DEBUG=1.
+
+    Source: visible groups as in Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     require_same_device(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
     given: dict[str, Any] = dict(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio
     )
     arrays = dict(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    describe.describe_metadata(**arrays, **given)
+    counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
+    known = {name: count for name, count in counts.items() if count is not None}
+    problem = describe.describe_metadata(**arrays, **given, **known)
+
+    def checked_split() -> Split:
+        check_lengths(seq_lens.tolist(), page_table.shape[1] * page_size)
+        offsets, most = cu_seqlens_q.tolist(), max_decode_query_len
+        return host_split(offsets, num_rows, **counts, max_decode_query_len=most)
+
     if not launch.uses_kernels(page_table):
-        split = host_split(
-            cu_seqlens_q.tolist(), num_rows, num_decodes, decode_query_len, max_decode_query_len
-        )
+        split = checked_split()
         return build(**arrays, **given), split
-    if num_decodes is None or decode_query_len is None:
+    if len(known) < 2:
         raise ValueError(
             "num_decodes and decode_query_len must be given for arrays on a GPU: take them from "
             "qsa.split_batch(...) of the host's offsets"
         )
-    problem = describe.describe_metadata(
-        **arrays, **given, num_decodes=num_decodes, decode_query_len=decode_query_len
-    )
-    counts = (num_decodes, decode_query_len, max_decode_query_len)
-    debug.check(lambda: host_split(cu_seqlens_q.tolist(), num_rows, *counts))
+    debug.check(checked_split)
     built = launch.run(plan.plan_metadata(problem), arrays)
     return Metadata(*(built[name] for name in METADATA)), split_of(problem)
 

@@ -30,14 +30,14 @@ def rotary_tables(
     Args:
         max_positions: rows of the tables, 0 or more.
         rotary_dim: dims that are rotated, an even number of 2 or more.
-        theta: base of the angles.
+        theta: base of the angles, a positive Python number.
         device: where the tables are computed and lie; default: the CPU.
 
     Returns:
         (cos, sin), float32 [max_positions, rotary_dim // 2] each.
 
     Raises:
-        ValueError, TypeError: max_positions or rotary_dim is no such Python int.
+        ValueError, TypeError: an argument is no such Python number.
 
     Source: the default rotary embedding of transformers 5.24.
     """
@@ -45,6 +45,8 @@ def rotary_tables(
     rotary_dim = checks.integer("rotary_dim", rotary_dim, 2)
     if rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
+    if not isinstance(theta := checks.scale("theta", theta), float):
+        raise TypeError("theta must be a Python number, got an array")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * (1.0 / theta**exponents)
@@ -132,12 +134,12 @@ def _store_as(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def score(index_query: Tensor, keys: Tensor) -> Tensor:
-    """Sum over heads of relu(query . key), float32 [rows, groups].
+    """Sum over heads of relu(query . key), float32 [rows, groups]; relu(NaN) is 0.
 
     Computed in float64 and rounded once, so that bits do not depend on the shapes, and equal keys
     have equal scores."""
     products = index_query.double() @ keys.double().T
-    return products.relu_().sum(1).float()
+    return products.relu_().nan_to_num_(0, torch.inf).sum(1).float()
 
 
 def select(

@@ -52,7 +52,9 @@ def warmup(
         budget, eps, workspace_bytes: as the calls will get them.
         pages_per_seq: columns of the page table.
         max_requests, max_rows: of one step.
-        max_draft: drafts of a decoding request: it has 1 to 1 + max_draft rows.
+        max_draft: drafts of a decoding request: it has 1 to 1 + max_draft rows. Steps of decoding
+            requests alone may attend to selections wider by up to max_draft / compress_ratio
+            groups, rounded up: those of `jaxattn.speculative.reuse_selection`.
 
     Returns:
         How many kernels were compiled: 0 on a CPU, and when called again.
@@ -118,7 +120,12 @@ def reachable(
         decode_query_len=1 + max_draft,
         eps=eps,
     )
-    chains = [plan_select.plan_expand(of_row.expand), plan.plan_metadata(of_row.select)]
+    # A selection that serves drafts too is wider by the groups that they may complete.
+    ratio, topk = of_row.select.compress_ratio, of_row.select.topk
+    reused = range(topk + 1, topk + 1 - (-max_draft // ratio))
+    chains = [plan.plan_metadata(of_row.select)]
+    for width in (topk, *reused):
+        chains.append(plan_select.plan_expand(replace(of_row.expand, topk=width)))
     for flags in range(4):
         options = dict(ring_ids=bool(flags & 1), rotary_positions=bool(flags & 2))
         chains.append(plan.plan_compress(replace(of_row.compress, **options)))
@@ -133,11 +140,13 @@ def reachable(
         found |= launch.specializations(chain, dtypes)
     for fields in _batches(max_requests, max_rows, 1 + max_draft):
         select, attend = replace(of_row.select, **fields), replace(of_row.attend, **fields)
+        widths = (topk,) if attend.num_prefill_rows else (topk, *reused)
         for flag in (False, True):
             chain = plan_select.plan_select(select, workspace_bytes, tokens=flag)
             found |= launch.specializations(chain, dtypes)
-            chain = plan_attend.plan_attend(attend, gate=flag)
-            found |= launch.specializations(chain, dtypes)
+            for width in widths:
+                chain = plan_attend.plan_attend(replace(attend, topk=width), gate=flag)
+                found |= launch.specializations(chain, dtypes)
     return found
 
 

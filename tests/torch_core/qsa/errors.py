@@ -101,6 +101,10 @@ def strided(cache: torch.Tensor) -> torch.Tensor:
     return cache.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def with_fields(**fields: torch.Tensor) -> Callable[[qsa.Metadata], qsa.Metadata]:
+    return lambda metadata: metadata._replace(**fields)
+
+
 def with_gradient(array: torch.Tensor) -> torch.Tensor:
     return array.clone().requires_grad_()
 
@@ -122,6 +126,10 @@ WRONG = [
      "cu_seqlens_q must rise from 0 to at most num_rows = 2, got [0, 1, 3]"),
     ("cu_seqlens_q_falls", wrong("build_metadata", cu_seqlens_q=int32(0, 3, 2)), ValueError,
      "cu_seqlens_q must rise from 0 to at most num_rows = 4, got [0, 3, 2]"),
+    ("seq_lens_long", wrong("build_metadata", seq_lens=int32(21, 33)), ValueError,
+     "seq_lens must be in [0, pages_per_seq * page_size = 32], got 21 to 33 (row 1)"),
+    ("seq_lens_negative", wrong("build_metadata", seq_lens=int32(-5, 6)), ValueError,
+     "seq_lens must be in [0, pages_per_seq * page_size = 32], got -5 to 6 (row 0)"),
     ("num_rows_array", wrong("build_metadata", num_rows=torch.zeros(3)), TypeError,
      "num_rows must be a Python int known before the call, got Tensor"),
     ("page_size", wrong("build_metadata", page_size=18), ValueError,
@@ -138,6 +146,18 @@ WRONG = [
      f"{UNIFORM} of decode_query_len = 2 rows each, got 1"),
     ("uniform_host", lambda: qsa.split_batch([0, 1, 4, 8], 3), ValueError,
      f"{UNIFORM}: every decoding request needs the same number of rows, got 1 and 3"),
+    ("split_falls", lambda: qsa.split_batch([0, 4, 2]), ValueError,
+     "cu_seqlens_q must rise from 0, got [0, 4, 2]"),
+    ("split_starts", lambda: qsa.split_batch([1, 2]), ValueError,
+     "cu_seqlens_q must rise from 0, got [1, 2]"),
+    ("split_empty", lambda: qsa.split_batch([]), ValueError,
+     "cu_seqlens_q must rise from 0, got []"),
+    ("split_float", lambda: qsa.split_batch([0, 1.5]), TypeError,
+     "cu_seqlens_q[1] must be a Python int known before the call, got float"),
+    ("split_most", lambda: qsa.split_batch([0, 1], -1), ValueError,
+     "max_decode_query_len must be in [0, 2147483647], got -1"),
+    ("split_decodes", wrong("build_metadata", num_decodes=3, decode_query_len=1), ValueError,
+     "num_decodes must be at most num_requests = 2, got 3"),
     ("num_decodes", wrong("select", num_decodes=3), ValueError,
      "num_decodes must be at most num_requests = 2, got 3"),
     ("decode_rows", wrong("select", num_decodes=2, decode_query_len=2), ValueError,
@@ -172,13 +192,21 @@ WRONG = [
      "ring must have a ring for each of 2 requests, or ring_ids be given, got 1"),
     ("ring_ids", wrong("compress", ring_ids=int32(0)), ValueError,
      "ring_ids must be int32 [num_requests] = [2], got int32 [1]"),
+    ("ring_ids_negative", wrong("compress", ring_ids=int32(-1, 0)), ValueError,
+     "ring_ids must be in [0, num_rings = 2), got -1 to 0 (row 0)"),
+    ("ring_ids_high", wrong("compress", ring_ids=int32(1, 5)), ValueError,
+     "ring_ids must be in [0, num_rings = 2), got 1 to 5 (row 1)"),
+    ("request_high", wrong("compress", metadata=with_fields(request_ids=int32(0, -1, 2))),
+     ValueError, "metadata.request_ids must be in [0, num_requests = 2), got 0 to 2 (row 2)"),
+    ("slot_high", wrong("compress", metadata=with_fields(slots=int32(-1, -1, 16))), ValueError,
+     "metadata.slots must be in [0, num_pages * groups_per_page = 16), got 16 to 16 (row 2)"),
     ("ring_strides", wrong("compress", ring=strided), ValueError,
      "ring must be contiguous, got strides [16, 32, 1]"),
     ("compressed_dtype", wrong("compress", compressed_cache=lambda x: x.half()), TypeError,
      f"compressed_cache must be float32 or float8_e4m3fn {INDEX_CACHE}"),
     ("metadata_kind", wrong("compress", metadata=int32(1)), TypeError,
      "metadata must be what build_metadata returns, got Tensor"),
-    ("metadata_rows", wrong("compress", metadata=lambda m: m._replace(slots=int32(1))), ValueError,
+    ("metadata_rows", wrong("compress", metadata=with_fields(slots=int32(1))), ValueError,
      "metadata.slots must be int32 [num_rows] = [3], got int32 [1]"),
     ("cos_columns", wrong("compress", cos=torch.ones(32, 9), sin=torch.ones(32, 9)), ValueError,
      "cos must have 1 to index_dim / 2 = 8 columns, got 9"),
@@ -188,11 +216,11 @@ WRONG = [
      "rotary_positions must be int32 [num_rows] = [3], got int32 [1]"),
     ("rotary_positions", wrong(
         "compress", rotary_positions=int32(7, 32, 7),
-        metadata=lambda m: m._replace(slots=int32(0, 1, -1))), ValueError,
+        metadata=with_fields(slots=int32(0, 1, -1))), ValueError,
      "cos must have a row for each rotary position, 7 to 32, got 32 rows"),
     ("table_too_short", wrong(
         "compress", cos=torch.ones(8, 4), sin=torch.ones(8, 4),
-        metadata=lambda m: m._replace(slots=int32(3, -1, -1))), ValueError,
+        metadata=with_fields(slots=int32(3, -1, -1))), ValueError,
      "cos must have a row for each rotary position, 17 to 17, got 8 rows"),
     ("eps", wrong("compress", eps=torch.tensor(1.0)), TypeError,
      "eps must be a Python number, got an array"),
@@ -260,6 +288,11 @@ WRONG = [
      TypeError, "rotary_dim must be a Python int known before the call, got float"),
     ("rotary_rows", lambda: qsa.rotary_tables(max_positions=-1, rotary_dim=8, theta=1e4),
      ValueError, "max_positions must be in [0, 2147483647], got -1"),
+    ("theta", lambda: qsa.rotary_tables(max_positions=8, rotary_dim=8, theta=-1), ValueError,
+     "theta must be a positive finite float32 number, got -1"),
+    ("theta_kind", lambda: qsa.rotary_tables(
+        max_positions=8, rotary_dim=8, theta=torch.tensor(1e4)), TypeError,
+     "theta must be a Python number, got an array"),
     ("max_rows", wrong("warmup", max_rows=0), ValueError,
      "max_rows must be in [1, 2147483647], got 0"),
     ("warmup_ratio", wrong("warmup", compressed_cache=torch.zeros(4, 16, 1, 16)), ValueError,

@@ -183,21 +183,21 @@ LIMITS = dict(
     budget=2048,
     pages_per_seq=2048,
     max_requests=40,
-    max_draft=3,
     eps=1e-6,
 )
 
 
-@pytest.mark.parametrize("workspace_bytes", [0, 2**22, 2**28])
-def test_warmup_reaches_every_step(workspace_bytes):
-    """Random steps within the limits launch nothing that warm-up does not compile."""
+@pytest.mark.parametrize("workspace_bytes, max_draft", [(0, 5), (2**22, 3), (2**28, 3)])
+def test_warmup_reaches_every_step(workspace_bytes, max_draft):
+    """Random steps within the limits launch nothing that warm-up does not compile, drafts that
+    reuse a selection, wider by a group for each 4 of them, included."""
     meta = dict(device="meta", dtype=torch.bfloat16)
     key_cache = torch.empty(5000, 64, 2, 256, **meta)
     compressed_cache = torch.empty(5000, 16, 1, 128, **meta)
-    ring, weight = torch.empty(64, 8, 128, **meta), torch.empty(128, **meta)
+    ring, weight = torch.empty(64, 12, 128, **meta), torch.empty(128, **meta)
     cos = torch.empty(1000, 32, device="meta")
     max_rows = {0: 64, 2**22: 700, 2**28: 4096}[workspace_bytes]  # planning takes its time
-    limits = LIMITS | dict(max_rows=max_rows, workspace_bytes=workspace_bytes)
+    limits = LIMITS | dict(max_rows=max_rows, workspace_bytes=workspace_bytes, max_draft=max_draft)
     known = reachable(key_cache, compressed_cache, ring, weight, cos, **limits)
     shapes = {(k.kernel, k.constants, k.num_warps, k.num_stages) for k in known}
     base = QSAProblem(
@@ -206,7 +206,7 @@ def test_warmup_reaches_every_step(workspace_bytes):
     )  # fmt: skip
     rng = random.Random(workspace_bytes)
     for _ in range(60):
-        query_len = rng.randint(1, 4)
+        query_len = rng.randint(1, 1 + max_draft)
         decodes = rng.randint(0, min(40, max_rows // query_len))
         most = max_rows - decodes * query_len if decodes < 40 else 0
         prefill = min(rng.choice([0, 1, 17, 300, most]), most)
@@ -223,6 +223,11 @@ def test_warmup_reaches_every_step(workspace_bytes):
         for flag in (False, True):
             chains.append(plan_select.plan_select(problem, workspace_bytes, tokens=flag))
             chains.append(plan_attend.plan_attend(problem, gate=flag))
+        if not problem.num_prefill_rows:
+            num_draft = rng.randint(1, max_draft)
+            wide = dataclasses.replace(problem, topk=512 + -(-num_draft // 4))
+            chains.append(plan_select.plan_expand(wide))
+            chains += [plan_attend.plan_attend(wide, gate=flag) for flag in (False, True)]
         for record in {record for chain in chains for record in chain}:
             key = (record.kernel, record.constants, record.num_warps, record.num_stages)
             assert key in shapes, (problem, record)
@@ -273,6 +278,11 @@ def test_warmup_compiles_all_that_steps_use():
                 budget=sizes.budget, compress_ratio=4, gate=gate, **counts,
             )  # fmt: skip
             assert out.isfinite().all()
+        if not prefill:  # drafts that reuse a selection of 16 groups
+            wide = torch.full((rows, 17), -1, dtype=torch.int32, device="cuda")
+            lists = qsa.expand(wide, metadata, compress_ratio=4)
+            caches = (key_cache, key_cache, page_table, metadata)
+            qsa.attend(normal(4, 64), *caches, *lists, compress_ratio=4, **counts)
     assert compiled() == before
 
 

@@ -226,6 +226,15 @@ GEOMETRIES = [
             pytest.param(g, ("tiles", "rows")[i % 2], marks=pytest.mark.gpu)
             for i, g in enumerate(GEOMETRIES[2:])
         ),
+        *(
+            pytest.param(
+                dict(group_size=group, num_kv_heads=1, head_dim=(64, 128, 256)[group % 3]),
+                path,
+                marks=pytest.mark.gpu,
+            )
+            for group in (9, 10, 11, 13, 14, 15)
+            for path in ("rows", "tiles")
+        ),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ GEOMETRIES = {
     "ratio 8": cases.Sizes(
         dtype="bfloat16", kv_dtype=E4M3, num_qo_heads=16, num_kv_heads=1, head_dim=128,
         index_heads=1, index_dim=256, compress_ratio=8, budget=1024, page_size=128,
-        pages_per_seq=24,
+        pages_per_seq=24, num_draft=7,
     ),
 }  # fmt: skip
 TINY = cases.Sizes(dtype="float16", head_dim=64, budget=8, pages_per_seq=4, num_draft=1)

@@ -9,6 +9,8 @@ from tests.torch_core.qsa import cases
 from torch_core import qsa
 from torch_core.qsa import describe, launch, metadata, plan, reference
 
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
 
 def build(page_table, seq_lens, lengths, sizes, num_rows=None):
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -211,6 +213,40 @@ def test_pieces_give_the_same_bits(index_dtype):
         assert torch.equal(result["token_indices"], results[0]["token_indices"])
 
 
+@pytest.mark.parametrize("rings", [(-1, 1), (1, 2), (INT_MIN, 1), (1, INT_MAX), (0, 1)])
+@pytest.mark.parametrize("slot", [7, 8, INT_MAX])
+def test_places_that_do_not_exist_are_not_written(slot, rings, device):
+    """Two requests of a group each; what lies before and behind ring and cache keeps its values."""
+
+    def int32(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    slots = [-1, -1, -1, 5, -1, -1, -1, slot]
+    rows = metadata.Metadata(*map(int32, ([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, [0] * 8, slots)))
+    memory = torch.full((4, 4, 16), 5.0, device=device)
+    groups = torch.full((4, 4, 1, 16), 7.0, device=device)
+    arrays = dict(
+        index_key=torch.randn(2, 4, 16, device=device).flatten(0, 1),
+        ring=memory[1:3],
+        compressed_cache=groups[1:3],
+        metadata=rows,
+        seq_lens=int32([4, 4]),
+        weight=torch.zeros(16, device=device),
+        cos=torch.ones(8, 2, device=device),
+        sin=torch.zeros(8, 2, device=device),
+    )
+    kernel(arrays, dict(compress_ratio=4, ring_ids=int32(rings)))
+    wanted = torch.full_like(memory, 5.0)
+    changed = set()
+    for request, (ring, place) in enumerate(zip(rings, (5, slot), strict=True)):
+        if ring in (0, 1):
+            wanted[1 + ring] = arrays["index_key"].view(2, 4, 16)[request]
+            changed |= {4 + place} if place < 8 else set()
+    assert torch.equal(memory, wanted)
+    written = (groups != 7).any(3).flatten().nonzero()[:, 0]
+    assert set(written.tolist()) == changed
+
+
 def test_e4m3_saturates():
     sizes = dict(compress_ratio=2, page_size=2, num_pages=1)
     cache = torch.zeros(1, 1, 1, 2, dtype=torch.float8_e4m3fn)
@@ -226,3 +262,68 @@ def test_e4m3_saturates():
         compress_ratio=2,
     )
     assert cache.flatten().tolist() == [448.0, -448.0]
+
+
+def moved(rows):
+    return metadata.Metadata(*(array.cuda() for array in rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "index_dtype, elements", [("bfloat16", 2**31), ("float8_e4m3fn", 2**32)], ids=str
+)
+def test_memory_past_2_to_the_31_elements(index_dtype, elements):
+    """70 rows behind two raw keys in the ring: the bits that small memory gets, on both sides of
+    that element of the cache and past it in the rings."""
+    far_ring, far_page = 2**31 // (4 * 128), elements // (16 * 128)
+    index_key = torch.randn(70, 128).bfloat16().cuda()
+    held = torch.randn(4, 128).bfloat16().cuda()
+    tables = [table.cuda() for table in qsa.rotary_tables(128, 64, 1e4)]
+    results = []
+    for ring_id, page in ((1, 1), (far_ring, far_page)):
+        table = torch.tensor([[page, page - 1]], dtype=torch.int32)
+        sizes = dict(compress_ratio=4, page_size=64, num_pages=page + 1)
+        ring = torch.empty(ring_id + 1, 4, 128, dtype=torch.bfloat16, device="cuda")
+        ring[ring_id] = held
+        shape = (page + 1, 16, 1, 128)
+        cache = torch.empty(shape, dtype=getattr(torch, index_dtype), device="cuda")
+        cache.view(torch.uint8)[page - 1 :] = 0
+        arrays = dict(
+            index_key=index_key,
+            ring=ring,
+            compressed_cache=cache,
+            metadata=moved(build(table, [128], [70], sizes)),
+            seq_lens=torch.tensor([128], dtype=torch.int32).cuda(),
+            weight=torch.zeros(128).cuda(),
+            cos=tables[0],
+            sin=tables[1],
+        )
+        ring_ids = torch.tensor([ring_id], dtype=torch.int32).cuda()
+        kernel(arrays, dict(compress_ratio=4, ring_ids=ring_ids))
+        results.append((ring[ring_id].clone(), cache.view(torch.uint8)[page - 1 :].clone()))
+    for near, far in zip(*results, strict=True):
+        assert torch.equal(near, far)
+    assert torch.equal(results[0][0], index_key[-4:])
+    assert results[0][1].flatten(1).any(1).all()
+
+
+@pytest.mark.gpu
+def test_rows_past_65535():
+    """100 requests of 701 rows behind 3."""
+    sizes = dict(compress_ratio=4, page_size=64, num_pages=1200)
+    page_table = torch.randperm(1200).int().view(100, 12)
+    arrays = dict(
+        index_key=torch.randn(70_100, 16).cuda(),
+        ring=torch.randn(100, 4, 16).cuda(),
+        compressed_cache=torch.full((1200, 16, 1, 16), float("nan")).cuda(),
+        metadata=moved(build(page_table, [704] * 100, [701] * 100, sizes)),
+        seq_lens=torch.full((100,), 704, dtype=torch.int32).cuda(),
+        weight=torch.zeros(16).cuda(),
+        cos=torch.ones(704, 4).cuda(),
+        sin=torch.zeros(704, 4).cuda(),
+    )
+    wanted = {n: arrays[n].clone() for n in ("ring", "compressed_cache")}
+    kernel(arrays, dict(compress_ratio=4))
+    reference.compress(**arrays | wanted, compress_ratio=4, eps=1e-6)
+    assert torch.equal(arrays["ring"], wanted["ring"])
+    check_keys(arrays["compressed_cache"], wanted["compressed_cache"], torch.float32)

@@ -7,6 +7,7 @@ import torch_core
 from tests.torch_core.qsa import cases
 from tests.torch_core.qsa.test_reference import ask, int32, rows_at, scored
 from torch_core import qsa
+from torch_core.qsa import launch
 
 REAL = dict(num_qo_heads=2, num_kv_heads=1, index_heads=4, budget=2048, page_size=64)
 
@@ -163,6 +164,28 @@ def test_r56_fork_and_roll_back():
     server.lengths[0], server.tokens = 39, [mixed]
     rolled = cases.run(server, 0, [3, 1, 20])
     assert torch.equal(rolled["selected"], plain["selected"][39:63])
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_r56_index_keys_that_were_never_written(kernels, phase, device, monkeypatch):
+    """Groups whose keys are NaN score 0: all are kept where all fit, else the ones with a score go
+    first, then the lowest groups of score 0."""
+    if device == "cuda" and not kernels:
+        pytest.skip("the reference is a CPU's")
+    monkeypatch.setattr(launch, "uses_kernels", lambda _: kernels)
+    nan = float("nan")
+    cache, page_table = scored([nan, 2.0, nan, 1.0, nan, -1.0, 3.0, nan])
+    rows = rows_at([19, 31, 31], [0, 1, 2])
+    arrays = (ask(3).half(), cache.half(), page_table.repeat(3, 1), rows)
+    query, cache, page_table, rows = (
+        qsa.Metadata(*(y.to(device) for y in x)) if isinstance(x, tuple) else x.to(device)
+        for x in arrays
+    )
+    query[2, 0, 0] = nan
+    options = dict(budget=20, compress_ratio=4, num_decodes=3 if phase == "decode" else 0)
+    selected = qsa.select(query, cache, page_table, rows, **options)
+    assert selected.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 6], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])

@@ -18,7 +18,7 @@ def int32(values) -> torch.Tensor:
 
 def test_by_hand():
     """Two decodes of 2 rows, a chunk that ends a group, a request without rows, a padding row."""
-    page_table = int32([[3, -1], [5, 2], [4, 1], [0, 0]])
+    page_table = int32([[3, -1, -1], [5, 2, -1], [4, 1, -1], [0, 0, 0]])
     built, split = qsa.build_metadata(
         page_table,
         int32([8, 18, 14, 0]),
@@ -44,19 +44,26 @@ def test_by_hand():
 
 
 def test_pages_that_are_not_there():
-    """Unmapped, out of range, and past the page table: no slot, nothing read."""
-    page_table = int32([[-1], [INT_MIN], [INT_MAX], [2], [1]])
+    """Unmapped and out of range: no slot, nothing read."""
+    page_table = int32([[-1], [INT_MIN], [INT_MAX], [2]])
     built, _ = qsa.build_metadata(
         page_table,
-        int32([4, 4, 4, 4, 20]),
-        int32([0, 1, 2, 3, 4, 5]),
-        num_rows=5,
+        int32([4, 4, 4, 4]),
+        int32([0, 1, 2, 3, 4]),
+        num_rows=4,
         num_pages=2,
         page_size=16,
         compress_ratio=4,
     )
-    assert built.slots.tolist() == [-1] * 5
-    assert built.visible.tolist() == [1, 1, 1, 1, 4]
+    assert built.slots.tolist() == [-1] * 4
+    assert built.visible.tolist() == [1] * 4
+
+
+def test_lengths_past_the_page_table():
+    """What the CPU's call refuses: no slot, and no more groups than the pages hold."""
+    sizes = dict(num_pages=2, page_size=16, compress_ratio=4)
+    built = metadata.build(int32([[1]]), int32([20]), int32([0, 1]), num_rows=1, **sizes)
+    assert (built.slots.tolist(), built.visible.tolist()) == ([-1], [4])
 
 
 def test_rows_before_the_first_token_are_padding():
@@ -136,3 +143,27 @@ def test_gpu_call_equals_cpu_call():
     for name in METADATA:
         assert torch.equal(getattr(built, name).cpu(), getattr(wanted, name))
     assert split[:3] == wanted_split[:3] and split.num_prefills == 1
+
+
+@pytest.mark.gpu
+def test_rows_past_65535():
+    """70,000 decoding requests, and a prompt of as many rows."""
+    lengths = int32([1] * 70_000 + [70_000])
+    page_table = torch.arange(70_001 * 70, dtype=torch.int32).view(70_001, 70)
+    arrays = dict(
+        page_table=page_table.cuda(),
+        seq_lens=torch.where(lengths == 1, torch.arange(70_001) % 5000, 70_000).int().cuda(),
+        cu_seqlens_q=torch.cat((int32([0]), lengths.cumsum(0).int())).cuda(),
+    )
+    sizes = dict(compress_ratio=4, page_size=1024, num_pages=page_table.numel())
+    problem = QSAProblem(
+        num_rows=140_003,
+        num_requests=70_001,
+        pages_per_seq=70,
+        num_decodes=70_000,
+        **sizes,
+    )
+    built = launch.run(plan.plan_metadata(problem), arrays)
+    wanted = metadata.build(**arrays, num_rows=140_003, **sizes)
+    for name in METADATA:
+        assert torch.equal(built[name], getattr(wanted, name)), name

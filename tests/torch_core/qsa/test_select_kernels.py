@@ -5,6 +5,7 @@ are common.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -91,13 +92,13 @@ class Case:
             plan_select(self.problem, workspace_bytes, tokens=tokens, tuning=tuning), self.arrays
         )
 
-    def expected(self) -> np.ndarray:
+    def expected(self, rows: Sequence[int]) -> np.ndarray:
         """Selected groups by a stable sort of exact scores."""
         problem, host = self.problem, {k: v.cpu() for k, v in self.arrays.items()}
         cache = host["compressed_cache"].double().numpy()[:, :, 0]
         query = host["index_query"].double().numpy()
-        selected = np.full((problem.num_rows, problem.topk), -1, np.int32)
-        for row in range(problem.num_rows):
+        selected = np.full((len(rows), problem.topk), -1, np.int32)
+        for at, row in enumerate(rows):
             request, visible = int(host["request_ids"][row]), int(host["visible"][row])
             if request < 0:
                 continue
@@ -110,11 +111,12 @@ class Case:
                     scores.append(np.maximum(query[row] @ key, 0).sum())
             best = np.argsort(-np.array(scores), kind="stable")[: problem.topk]
             best = sorted(groups[index] for index in best)
-            selected[row, : len(best)] = best
+            selected[at, : len(best)] = best
         return selected
 
-    def check(self, selected: torch.Tensor) -> None:
-        np.testing.assert_array_equal(selected.cpu().numpy(), self.expected())
+    def check(self, selected: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+        rows = range(self.problem.num_rows) if rows is None else rows
+        np.testing.assert_array_equal(selected.cpu().numpy()[rows], self.expected(rows))
 
 
 def make_case(
@@ -579,6 +581,75 @@ def test_real_sizes(phase):
         torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
         order = torch.argsort(scores, descending=True, stable=True)[:512]
         assert torch.equal(arrays["selected"][row].long(), order.sort().values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("ties", [False, True], ids=["reals", "ties"])
+def test_2048_of_262144_groups(ties, phase):
+    """As a stable sort of the kernel's scores; exact ones are whole numbers, often equal."""
+    case = _random_case(4, 2**20, "cuda")
+    case.problem = dataclasses.replace(
+        case.problem, topk=2048, num_decodes=4 if phase == "decode" else 0
+    )
+    visible = [262_144, 262_143, 131_077, 2049]
+    case.arrays["visible"] = torch.tensor(visible, dtype=torch.int32, device="cuda")
+    if ties:
+        for name in ("index_query", "compressed_cache"):
+            case.arrays[name].round_()
+    arrays = case.select(tuning=None)
+    for row, count in enumerate(visible):
+        pages = case.arrays["page_table"][row].long()
+        keys = case.arrays["compressed_cache"][pages].reshape(-1, 128)[:count].double()
+        exact = (case.arrays["index_query"][row].double() @ keys.T).relu().sum(0)
+        scores = arrays["scores"][row, :count]
+        if ties:
+            assert torch.equal(scores.double(), exact)
+        else:
+            torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
+        order = torch.argsort(scores, descending=True, stable=True)[:2048]
+        assert torch.equal(arrays["selected"][row].long(), order.sort().values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    "index_dtype, elements", [("bfloat16", 2**31), ("float8_e4m3fn", 2**32)], ids=str
+)
+def test_caches_past_2_to_the_31_elements(index_dtype, elements, phase):
+    """Pages on both sides of that element give what they give at the start of a cache."""
+    case = make_case(
+        [span(900, 2), span(150, 2), span(1203, 2)], num_decodes=3 if phase == "decode" else 0,
+        dim=128, page_size=64, topk=33, index_dtype=index_dtype, device="cuda",
+    )  # fmt: skip
+    near = case.select(tokens=True, tuning=None)
+    case.check(near["selected"])
+    cache, table = case.arrays["compressed_cache"], case.arrays["page_table"]
+    num_pages, middle = len(cache), elements // cache[0].numel()
+    first = middle - num_pages // 2
+    far = torch.empty(first + num_pages, *cache.shape[1:], dtype=cache.dtype, device="cuda")
+    far.view(torch.uint8)[first:] = cache.view(torch.uint8)
+    mapped = (table >= 0) & (table < num_pages)
+    table[mapped] += first
+    assert (table[mapped] < middle).any() and (table[mapped] >= middle).any()
+    case.arrays["compressed_cache"] = far
+    case.problem = dataclasses.replace(case.problem, num_pages=len(far))
+    results = case.select(tokens=True, tuning=None)
+    for name in ("selected", "token_indices", "counts"):
+        assert torch.equal(results[name], near[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_rows_past_65535(phase):
+    decode = phase == "decode"
+    positions = [[40 + i % 14] for i in range(70_000)] if decode else [[*range(40, 54)] * 5000]
+    case = make_case(positions, num_decodes=70_000 if decode else 0, device="cuda")
+    arrays = case.select(tokens=True, tuning=None)
+    case.check(arrays["selected"], [*range(65_530, 65_545), *range(69_990, 70_000)])
+    expanded = launch(plan_expand(case.problem), {**case.arrays, "selected": arrays["selected"]})
+    for name in ("token_indices", "counts"):
+        assert torch.equal(arrays[name], expanded[name])
 
 
 @pytest.mark.gpu

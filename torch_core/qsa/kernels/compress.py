@@ -60,6 +60,8 @@ def compress(
     COMPRESS_RATIO: tl.constexpr,
     RING_ROWS: tl.constexpr,
     BLOCK_RING: tl.constexpr,
+    NUM_RINGS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     MAX_POSITIONS: tl.constexpr,
     EPS: tl.constexpr,
     RING_IDS: tl.constexpr,
@@ -70,6 +72,7 @@ def compress(
     Of the rows of a request only the first that completes a group reads the ring: the groups of
     later ones lie within the step. The same program writes the ring, after it has read it; without
     such a row, the request's last row writes it. So no write can reach a key that is still needed.
+    Rows of a ring that does not exist write nothing.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     key_dtype: tl.constexpr = index_key_ptr.dtype.element_ty
@@ -85,14 +88,15 @@ def compress(
     former_end = row - tl.where(completes, COMPRESS_RATIO, unfinished)
     first_end = ~same_request(request_ids_ptr, former_end, request)
     last = ~same_request(request_ids_ptr, row + 1, request)
-    writes_ring = first_end & (completes | last)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     ring = request
     if RING_IDS:
         ring = tl.load(ring_ids_ptr + request).to(tl.int64)
+    has_ring = (ring >= 0) & (ring < NUM_RINGS)
+    writes_ring = has_ring & first_end & (completes | last)
     dim = tl.arange(0, BLOCK_DIM)
     live = dim < INDEX_DIM
-    if slot >= 0:
+    if has_ring & (slot >= 0) & (slot < NUM_GROUPS):
         rotates = dim < ROTARY_DIM
         partner = tl.where(rotates, tl.where(dim < HALF, dim + HALF, dim - HALF), dim)
         # The partner's dims are pooled once more rather than exchanged between threads.
