@@ -83,7 +83,8 @@ def plan_compress(problem: CompressProblem) -> Chain:
                 ("COMPRESS_RATIO", problem.compress_ratio),
                 ("RING_ROWS", problem.ring_rows),
                 ("BLOCK_RING", power_of_two(problem.ring_rows)),
-                ("NUM_RINGS", problem.ring_shape[0]),
+                # Without ids each request has one, however many there are.
+                ("NUM_RINGS", problem.ring_shape[0] if problem.ring_ids else 0),
                 ("NUM_GROUPS", problem.cache_shape[0] * problem.cache_shape[1]),
                 ("MAX_POSITIONS", problem.max_positions),
                 ("EPS", problem.eps),

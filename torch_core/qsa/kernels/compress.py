@@ -90,9 +90,10 @@ def compress(
     last = ~same_request(request_ids_ptr, row + 1, request)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     ring = request
+    has_ring = request >= 0
     if RING_IDS:
         ring = tl.load(ring_ids_ptr + request).to(tl.int64)
-    has_ring = (ring >= 0) & (ring < NUM_RINGS)
+        has_ring = (ring >= 0) & (ring < NUM_RINGS)
     writes_ring = has_ring & first_end & (completes | last)
     dim = tl.arange(0, BLOCK_DIM)
     live = dim < INDEX_DIM
