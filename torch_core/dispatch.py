@@ -131,8 +131,6 @@ def explain_problem(
             and environment.capability
         ):
             reason = "used on a GPU only when asked for by name"
-        elif reason is None and backend == "auto" and kernel.by_name is not None:
-            reason = f"used only when asked for by name: it {kernel.by_name}"
         elif reason is None and chosen is not None:
             reason = f"{chosen.name} comes first"
         if reason is None:

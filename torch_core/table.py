@@ -47,7 +47,6 @@ class Kernel:
     cubins: bool = False
     batch_invariant: bool = True
     last_resort: tuple[tuple[int, int], ...] = ()  # capabilities where "auto" tries others first
-    by_name: str | None = None  # why "auto" never takes it
     status: str = "works"
     rules: tuple[Callable[[Any, Environment], str | None], ...] = ()
 
@@ -174,7 +173,9 @@ _REFERENCE: dict[str, Any] = dict(
 )
 
 # XQA before native decode, which is a few percent faster on some large bf16 caches but takes a plan
-# of over 100 us. FlashInfer's fmha_v2 prefill has no row: it is no faster than FA3 with a plan made
+# of over 100 us. XQA's fp8 kernel of Hopper has no row: it leaves rows without keys unwritten, lets
+# NaN of slots that were never written reach the output, and is about ten times less exact.
+# FlashInfer's fmha_v2 prefill has no row: it is no faster than FA3 with a plan made
 # on the device, wants keys and values in one allocation, has no lse over pages, and lets NaN of
 # slots that were never written reach the output.
 TABLE: tuple[Kernel, ...] = (
@@ -211,23 +212,6 @@ TABLE: tuple[Kernel, ...] = (
             _mask_of_one,
             _many_requests,
         ),
-    ),
-    Kernel(
-        name="xqa_fp8",
-        phase="decode",
-        module="backends.xqa",
-        entry="flashinfer.xqa.xqa",
-        capabilities=((90, 90),),
-        head_dims=tuple(range(16, 257, 16)),
-        page_sizes=(16, 32, 64, 128),
-        dtypes=frozenset(_E4M3_KV),
-        lse=False,
-        soft_cap=False,
-        window=True,
-        sinks=True,
-        batch_invariant=False,
-        by_name="rounds query and weights to e4m3 and needs a cache without NaN, unused slots too",
-        rules=(_query_tile, _many_requests),
     ),
     Kernel(
         name="native_decode",

@@ -62,21 +62,22 @@ def calls(batch: int, length: int, dtype: str) -> list[AttentionInputs]:
     return made
 
 
-def xqa_us(made: list[AttentionInputs], kernel: str, sm_count: int | None = None) -> float:
-    """XQA as we bind it, or as upstream does by itself (`sm_count` told as it is)."""
+def xqa_us(made: list[AttentionInputs], *, upstream: bool = False, fp8: bool = False) -> float:
+    """XQA as we bind it; or as `upstream` does by itself, told the number of multiprocessors as it
+    is; or `fp8`, its kernel for Hopper."""
     launches = []
     for inputs in made:
         problem, inputs = describe_decode(inputs)
-        bound = xqa.bind(problem, 132, kernel)
-        if sm_count is not None:
-            arguments = (bound.arguments[0], sm_count, *bound.arguments[2:])
+        bound = xqa.bind(problem, 132, "xqa")
+        if upstream or fp8:
+            arguments = (fp8, 132, *bound.arguments[2:])
             scratch = 64 * 2**20
             bound = binding.Binding(
                 bound.name, bound.function, arguments, scratch, bound.semaphores
             )
         device = inputs.query.device
         ops, scales = binding.torch_ops(device), dict(q_scale=1.0, kv_scale=1.0)
-        tensors = xqa.operands(problem, inputs, scales, ops, 132, kernel) | dict(
+        tensors = xqa.operands(problem, inputs, scales, ops, 132, "xqa") | dict(
             out=torch.empty_like(inputs.query),
             semaphores=torch.zeros(bound.semaphores, dtype=torch.int32, device=device),
             scratch=torch.empty(bound.scratch, dtype=torch.uint8, device=device),
@@ -115,9 +116,9 @@ def grid() -> None:
             if size > POOL_BYTES:
                 continue
             made = calls(batch, length, dtype)
-            ours, upstream = xqa_us(made, "xqa"), xqa_us(made, "xqa", 132)
+            ours, upstream = xqa_us(made), xqa_us(made, upstream=True)
             peers = [upstream, native_us(made)]
-            fp8 = f"{xqa_us(made, 'xqa_fp8', 132):.1f}" if dtype == "e4m3" else ""
+            fp8 = f"{xqa_us(made, fp8=True):.1f}" if dtype == "e4m3" else ""
             print(
                 f"| {batch} x {length} | {dtype} | {ours:.1f} | {size / ours / 1e6:.2f} | "
                 f"{peers[0]:.1f} | {peers[1]:.1f} | {ours / min(peers):.2f} | {fp8} |",

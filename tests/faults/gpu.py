@@ -50,7 +50,6 @@ class Path:
 
 XQA = Path("xqa", "decode", "xqa", page_size=64, lse=False)
 XQA_E4M3 = dataclasses.replace(XQA, name="xqa_e4m3", kv_dtype=E4M3)
-XQA_FP8 = dataclasses.replace(XQA_E4M3, name="xqa_fp8", backend="xqa_fp8")
 DECODE = Path("native_decode", "decode", "native_decode")
 DECODE_E4M3 = dataclasses.replace(DECODE, name="native_decode_e4m3", kv_dtype=E4M3)
 FA3 = Path("fa3", "prefill", "native_prefill_fa3")

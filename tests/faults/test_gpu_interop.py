@@ -256,7 +256,7 @@ def test_r5_jit_operands_of_any_layout(path):
     assert np.array_equal(bits(transposed(turned).T), expected)
 
 
-@pytest.mark.parametrize("path", [*gpu.PATHS, gpu.XQA_FP8], ids=str)
+@pytest.mark.parametrize("path", gpu.PATHS, ids=str)
 def test_r5_torch_views_of_the_cache(path):
     """Strided caches, queries, tables and lengths give the bits of contiguous ones; what a kernel
     cannot read is refused by name."""
@@ -264,8 +264,7 @@ def test_r5_torch_views_of_the_cache(path):
     tensors = gpu.on_device(arguments)
     function = functools.partial(getattr(torch_core, path.phase), backend=path.backend)
     expected = function(**tensors)
-    if path is not gpu.XQA_FP8:  # it has bounds of its own (tests/torch_core/test_xqa.py)
-        gpu.check(arguments, inputs.to_numpy(expected))
+    gpu.check(arguments, inputs.to_numpy(expected))
     key, value, query = (tensors[name] for name in (*CACHE_NAMES, "query"))
     pool = gpu.stack([key, value], 1)
     by_head = gpu.stack([key, value], 3)
@@ -291,7 +290,7 @@ def test_r5_torch_views_of_the_cache(path):
             "value_cache must start at a multiple of 16 bytes",
         ),
     ]
-    if path.backend.startswith("xqa"):
+    if path.backend == "xqa":
         refused.append((wide, f"{strides} 128"))
     else:
         views.append(wide)
@@ -311,22 +310,21 @@ def inside(tensor: torch.Tensor, width: int, start: int = 0) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("path", [*gpu.PATHS, gpu.XQA_FP8], ids=str)
+@pytest.mark.parametrize("path", gpu.PATHS, ids=str)
 def test_r5_axes_of_size_1(path):
     """Caches of one page, one head or one token a page; and strides of such axes mean nothing."""
     lengths, rows = (9, 40, 0), (3, 40, 1)
     # XQA needs 8 query heads a KV head, and pages of its own size.
     cases = [path.case(lengths, rows, num_qo_heads=8, num_kv_heads=1)]
     cases.append(path.case((9,), (3,), extra_pages=0))
-    if not path.backend.startswith("xqa"):
+    if not path.backend == "xqa":
         cases.append(path.case(lengths, rows, page_size=1, num_qo_heads=8, num_kv_heads=1))
     for case in cases:
         arguments = case.make()
         tensors = gpu.on_device(arguments)
         function = functools.partial(getattr(torch_core, path.phase), backend=path.backend)
         expected = function(**tensors)
-        if path is not gpu.XQA_FP8:
-            gpu.check(arguments, inputs.to_numpy(expected))
+        gpu.check(arguments, inputs.to_numpy(expected))
         for names in (CACHE_NAMES, CACHE_NAMES[1:]):
             view = {}
             for name in names:

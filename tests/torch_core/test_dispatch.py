@@ -84,20 +84,10 @@ def row(phase: str, name: str) -> dispatch.Kernel:
 
 
 def test_table_has_the_specified_rows():
-    """No row is missing; extra are the reference of each phase and XQA's fp8 kernel by name."""
+    """No row is missing; extra is the reference of each phase."""
     rows = [(kernel.phase, kernel.name) for kernel in dispatch.TABLE]
     assert len(rows) == len(set(rows))
-    extra = {("decode", "reference"), ("prefill", "reference"), ("decode", "xqa_fp8")}
-    assert set(rows) == set(SPECIFIED) | extra
-
-
-def test_xqa_fp8_only_by_name():
-    """Never by "auto"; its reason says what it costs."""
-    asked = dict(kv_dtype="float8_e4m3fn")
-    reason = explanation("decode", 90, **asked).reasons["xqa_fp8"]
-    assert reason.startswith("used only when asked for by name: it rounds query and weights")
-    assert explanation("decode", 90, "xqa_fp8", **asked).kernel.name == "xqa_fp8"
-    assert explanation("decode", 100, "xqa_fp8", **asked).kernel is None
+    assert set(rows) == set(SPECIFIED) | {("decode", "reference"), ("prefill", "reference")}
 
 
 @pytest.mark.parametrize("phase, name", SPECIFIED)
@@ -303,8 +293,6 @@ def test_wide_heads_of_xqa():
         many = sizes | dict(num_qo_heads=most + 1)
         reason = f"takes at most {most} query heads a KV head with head_dim {head_dim}, got "
         assert reasons("decode", 90, **many)["xqa"] == f"{reason}{most + 1}"
-        why = reasons("decode", 90, **many, kv_dtype=E4M3)
-        assert head_dim > 256 or why["xqa_fp8"] == f"{reason}{most + 1}"
     assert chosen("decode", 90, head_dim=256, num_qo_heads=136, **drafts) == "xqa"
 
 
@@ -346,7 +334,7 @@ def test_reference_on_a_cpu(phase):
     answer = explanation(phase, 0)
     assert answer.kernel.name == "reference"
     rest = {name for of, name in SPECIFIED if of == phase}
-    assert set(answer.reasons) - {"xqa_fp8"} == rest
+    assert set(answer.reasons) == rest
     assert all(r.endswith("this device has none (CPU)") for r in answer.reasons.values())
 
 

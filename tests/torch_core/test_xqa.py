@@ -8,7 +8,6 @@ import torch
 
 import torch_core
 from tests import compare, inputs
-from tests.faults import gpu
 from tests.inputs import Case
 from torch_core import reference
 
@@ -81,28 +80,6 @@ def test_geometry(geometry, kv):
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
 def test_feature(feature, kv):
     check(variant(num_kv_heads=8, num_qo_heads=64, **(kv | feature)).make())
-
-
-@pytest.mark.parametrize("changes", [
-    *(sizes for sizes in GEOMETRY if sizes.get("head_dim", 0) <= 256),
-    dict(kv_layout="HND", sinks=True),
-    dict(num_kv_heads=8, num_qo_heads=64, window_left=127),
-], ids=str)  # fmt: skip
-def test_xqa_fp8(changes):
-    """Hopper's fp8 kernel is as near as its maths allows: query and weights in e4m3."""
-    arguments = variant(**(E4M3 | changes)).make()
-    out = torch_core.decode(**on_gpu(arguments), backend="xqa_fp8")
-    exact, _ = reference.evaluate("decode", **on_gpu(arguments))
-    compare.check(inputs.to_numpy(out), exact.cpu().numpy(), in_e4m3(arguments))
-    if "num_qo_heads" not in changes:
-        assert not np.array_equal(inputs.to_numpy(out), inputs.to_numpy(check(arguments)))
-
-
-def in_e4m3(arguments: dict) -> np.ndarray:
-    """The same maths with the query and the weights rounded to e4m3."""
-    query = arguments["query"].astype(inputs.DTYPES["float8_e4m3fn"])
-    out, _ = gpu.e4m3_weights(arguments | dict(query=query, q_scale=None))
-    return out
 
 
 def test_auto_takes_xqa():

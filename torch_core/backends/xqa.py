@@ -98,18 +98,11 @@ def stride_unit(problem: DecodeProblem) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = False) -> Binding:
-    """The compiled kernel for a problem on a device of `sm_count` multiprocessors.
-
-    "xqa_fp8" is Hopper's own fp8 kernel. It rounds query and weights to e4m3 and multiplies what
-    it masked by 0, so a NaN in a slot that was never written reaches the output.
-    """
-    fast = kernel == "xqa_fp8"
+    """The compiled kernel for a problem on a device of `sm_count` multiprocessors."""
     sequences = problem.batch * problem.num_kv_heads
-    splits = max(1, sm_count * _blocks_per_sm(problem, fast) // sequences)
+    splits = max(1, sm_count * _blocks_per_sm(problem) // sequences)
     drafts = problem.q_len > 1
     sequences *= 2 if drafts else 1
-    # What makes upstream choose these splits.
-    told = math.ceil((splits - 0.3) * sequences / 0.75) if fast else splits * sequences
     # Upper bounds of upstream's tiles: query rows of a sequence go in pieces of 16 to 32.
     rows = problem.q_len * problem.group_size
     pieces = max(problem.q_len, math.ceil(rows / 16))
@@ -121,8 +114,8 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
         build=key(problem, kernel),
         function=function(*key(problem, kernel)),
         arguments=(
-            fast,
-            told,
+            False,  # not Hopper's fp8 kernel
+            splits * sequences,  # multiprocessors, of which upstream makes these splits
             problem.num_kv_heads,
             problem.window + 1,
             Scalar("q_scale"),
@@ -151,10 +144,8 @@ def bind(problem: DecodeProblem, sm_count: int, kernel: str, scaled: bool = Fals
     )
 
 
-def _blocks_per_sm(problem: DecodeProblem, fast: bool) -> int:
+def _blocks_per_sm(problem: DecodeProblem) -> int:
     """How many blocks of a sequence's splits run on a multiprocessor at once (measured: H200)."""
-    if fast:
-        return 3
     return 2 if problem.kv_dtype == "float8_e4m3fn" and problem.head_dim <= 128 else 1
 
 
