@@ -139,7 +139,7 @@ def append_us(cache: list[torch.Tensor], rest: list[torch.Tensor], by: str, **sc
     missing = mock.patch.object(_triton, "failure", lambda _: ImportError("left out"))
     with nullcontext() if by == "kernel" else missing:
         # Long enough that the device, and not the host, is waited for.
-        time, _ = slope_us(time_of, 64, 192)
+        time, _ = slope_us(time_of, 32, 96)
     jax.clear_caches()
     return time
 
