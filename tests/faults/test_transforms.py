@@ -161,7 +161,7 @@ TRACE_MISTAKES = [
     (dict(sinks=_zeros(4, dtype="bfloat16")), TypeError, r"sinks must be float32"),
     (dict(draft_mask=_zeros(4, 2, 2, dtype="bool")), ValueError, r"draft_mask must be bool"),
     (dict(query=_zeros(4, 4, 16, dtype="bfloat16")), TypeError, r"key_cache must have the query's"),
-    (dict(query=_zeros(4, 4, 16, dtype=E4M3)), TypeError, r"query of float8_e4m3fn needs a cache"),
+    (dict(query=_zeros(4, 4, 16, dtype=E4M3)), TypeError, r"key_cache must have the query's dtype"),
     (dict(q_len=0), ValueError, r"q_len must be in \[1, "),
     (dict(q_len=2.0), TypeError, r"q_len must be a Python int"),
     (dict(kv_layout="NDH"), ValueError, r"kv_layout must be one of 'NHD', 'HND', got 'NDH'"),

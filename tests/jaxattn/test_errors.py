@@ -143,7 +143,7 @@ OWN = [
      "draft_mask and no window: split the caches over KV heads for this call"),
     ("split_head_dim", lambda: split_caches(None, None, None, "x"), NotImplementedError,
      "jaxattn.decode would gather key_cache [6, 8, 2, 16], split over the mesh's axes "
-     "P(None, None, None, 'x'), on every device: split it as "),
+     "P(None, None, None, 'x'), on every device: split its KV heads or its pages "),
     ("full_table", full_table, RuntimeError,
      "jaxattn cannot register 'one too many': the process has used all 1024 entries of "
      "jax-tvm-ffi's handler table"),

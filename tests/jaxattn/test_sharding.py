@@ -185,6 +185,9 @@ def test_a_cache_that_would_be_gathered_is_refused(kind):
     )
     with pytest.raises(REFUSED, match=message):
         check(EIGHT, mesh_of(kind, x=8), dict(key_cache=P(None, None, None, "x")))
+    mixed = over_heads("x") | dict(key_cache=P(None, None, "x", "y"))
+    with pytest.raises(REFUSED, match=r"split it as P\(None, None, 'x', None\)"):
+        check(EIGHT, mesh_of(kind, x=4, y=2), mixed)
 
 
 APPENDS = [

@@ -35,6 +35,7 @@ CASES = [
     dict(sm_scale=0.3, k_scale=0.5, v_scale=3.0),
     dict(sinks=True),
     WIDE,
+    dict(dtype="float16"),
 ]
 
 SPLIT = dict(seq_lens=(70_000, 3), q_lens=(3, 2), extra_rows=0)
@@ -52,7 +53,9 @@ def check(case: Case, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     function = getattr(torch_core, case.phase)
     results = function(**arguments, return_lse=True, backend=backend)
     exact = reference.evaluate(case.phase, **arguments)
-    rounded = reference.evaluate(case.phase, **arguments, compute_dtype=torch.bfloat16)
+    dtype = arguments["query"].dtype
+    dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
+    rounded = reference.evaluate(case.phase, **arguments, compute_dtype=dtype)
     for result, wanted, plain in zip(results, exact, rounded, strict=True):
         wanted, plain = (x.double().cpu().numpy() for x in (wanted, plain))
         compare.check(inputs.to_numpy(result), wanted, plain)

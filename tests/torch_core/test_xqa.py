@@ -58,7 +58,8 @@ def on_gpu(arguments: dict) -> dict:
 
 def rounded(arguments: dict) -> np.ndarray:
     """The same maths with every intermediate in the query's dtype."""
-    out, _ = reference.evaluate("decode", **arguments, compute_dtype=torch.bfloat16)
+    dtype = arguments["query"].dtype
+    out, _ = reference.evaluate("decode", **arguments, compute_dtype=dtype)
     return out.double().cpu().numpy()
 
 
@@ -76,10 +77,11 @@ def test_geometry(geometry, kv):
     check(variant(**geometry, **kv).make())
 
 
-@pytest.mark.parametrize("kv", [dict(), E4M3], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv", [dict(), E4M3], ids=["same", "e4m3"])
 @pytest.mark.parametrize("feature", FEATURES, ids=str)
-def test_feature(feature, kv):
-    check(variant(num_kv_heads=8, num_qo_heads=64, **(kv | feature)).make())
+def test_feature(feature, kv, dtype):
+    check(variant(num_kv_heads=8, num_qo_heads=64, dtype=dtype, **(kv | feature)).make())
 
 
 def test_auto_takes_xqa():
