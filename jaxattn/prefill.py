@@ -45,6 +45,9 @@ def prefill(
                                                          1 0
                                                          1 1
 
+    Kernels compute a request's rows 64 or 128 at a time, so that a batch of many requests with one
+    row each is slow: give those to `decode` (`jaxattn.rpa` does so in mixed batches).
+
     Pure: works in jit, scan, while_loop and shard_map; vmap and gradients are refused. Over a mesh
     the caches may be split over KV heads, as in `decode`; a plan is then made on each device.
 

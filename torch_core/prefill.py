@@ -50,6 +50,9 @@ def prefill(
                                                          1 0
                                                          1 1
 
+    Kernels compute a request's rows 64 or 128 at a time, so that a batch of many requests with one
+    row each is slow: give those to `decode`.
+
     Args:
         query: [total_q, num_qo_heads, head_dim]; rows past cu_seqlens_q[-1] are padding, output 0.
         key_cache, value_cache, page_table: as in `decode`.
