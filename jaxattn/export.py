@@ -88,11 +88,14 @@ def deserialize(data: bytes | bytearray) -> jax.export.Exported:
     Raises:
         ValueError: no such bytes, or the program was exported by another version, or for another
             device.
+        TypeError: data is no bytes.
         ImportError, RuntimeError: a kernel that the program calls cannot be loaded or built here.
     """
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"data must be bytes, got {type(data).__name__}")
     try:
         exported = jax.export.deserialize(bytearray(data))
-    except (struct.error, IndexError, TypeError) as error:
+    except (struct.error, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"data must be the bytes of a serialized program: {error}") from error
     _prepare(exported)
     return exported

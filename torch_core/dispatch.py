@@ -300,6 +300,7 @@ def describe_call(
     ):
         checks.integer(name, value, 1)
     checks.integer("q_len", q_len, 1)
+    checks.flag("causal", causal)
     checks.flag("sinks", sinks)
     checks.flag("draft_mask", draft_mask)
     query_dtype = _dtype("query_dtype", query_dtype, checks.QUERY_DTYPES)

@@ -164,6 +164,8 @@ def select(
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
 
+    Caller's contract: the metadata is of this page table; the CPU checks that, at run time.
+
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     (selected,) = _select(
@@ -334,6 +336,8 @@ def attend(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
         NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+
+    Caller's contract: the metadata is of this page table; the CPU checks that, at run time.
 
     Source: Qwen4ExpTextAttention of transformers 5.24.
     """

@@ -147,7 +147,7 @@ def test_a_mesh_of_auto_axes_is_refused():
         export.export(function)(*jax.device_put(arguments, spread))
 
 
-@pytest.mark.parametrize("data", [b"", b"no program" * 9])
+@pytest.mark.parametrize("data", [b"", b"no program" * 9, bytes(100)])
 def test_other_bytes(data):
     with pytest.raises(ValueError, match="data must be the bytes of a serialized program"):
         export.deserialize(data)

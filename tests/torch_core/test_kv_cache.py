@@ -54,6 +54,16 @@ def test_append_takes_strided_rows():
         assert kv_model.same_bits(inputs.to_numpy(result), expected)
 
 
+def test_append_takes_rows_of_the_cache():
+    """A view of what is written: the values of before the call."""
+    key_cache, value_cache = torch.randn(2, 4, 4, 2, 8)
+    rows = [cache.view(-1, 2, 8)[:2] for cache in (value_cache, key_cache)]
+    expected = [row.clone() for row in rows]
+    torch_core.append_kv(*rows, key_cache, value_cache, slots=torch.tensor([1, 9]).int())
+    for cache, wanted in zip((key_cache, value_cache), expected, strict=True):
+        assert torch.equal(cache.view(-1, 2, 8)[[1, 9]], wanted)
+
+
 @pytest.mark.parametrize("name, value", [("slots", 44), ("positions", 12), ("request_ids", 3)])
 def test_refused_append_writes_nothing(name, value):
     """One row out of range leaves both caches as they were."""

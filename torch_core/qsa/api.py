@@ -182,10 +182,7 @@ def check_places(
 ) -> None:
     """ValueError where a row names a request, a ring, a group's slot or a row of the rotary tables
     that does not exist."""
-    rows = (metadata.request_ids >= 0).nonzero()[:, 0]
-    _check_entries(
-        "metadata.request_ids", metadata.request_ids, rows, "num_requests", len(seq_lens)
-    )
+    rows = _check_requests(metadata, len(seq_lens))
     if ring_ids is not None:
         requests = metadata.request_ids[rows].long()
         _check_entries("ring_ids", ring_ids, requests, "num_rings", num_rings)
@@ -196,6 +193,14 @@ def check_places(
     if places is None:
         places = metadata.positions - (compress_ratio - 1)
     _check_rotary(cos, places[rows])
+
+
+def _check_requests(metadata: Metadata, num_requests: int) -> Tensor:
+    """Indices of the rows that are not padding; ValueError where one has no request."""
+    ids = metadata.request_ids
+    rows = (ids >= 0).nonzero()[:, 0]
+    _check_entries("metadata.request_ids", ids, rows, "num_requests", num_requests)
+    return rows
 
 
 def _check_entries(name: str, array: Tensor, entries: Tensor, bound: str, limit: int) -> None:
@@ -248,6 +253,8 @@ def select(
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
 
+    Caller's contract: the metadata is of this page table; the CPU checks that.
+
     Source: Qwen4ExpTextQSAIndexer of transformers 5.24.
     """
     return _select(
@@ -282,6 +289,7 @@ def _select(
             return launch.run(
                 plan_select.plan_select(problem, workspace_bytes, tokens=tokens), flat
             )
+        _check_requests(arrays["metadata"], len(arrays["page_table"]))
         result = dict(selected=reference.select(**arrays, topk=problem.topk))
         if tokens:
             result["token_indices"], result["counts"] = reference.expand(
@@ -372,6 +380,8 @@ def attend(
         ValueError, TypeError: an argument of wrong shape, value or dtype.
         NotImplementedError: no kernel for these sizes, or a gradient is asked for.
 
+    Caller's contract: the metadata is of this page table; the CPU checks that.
+
     Source: Qwen4ExpTextAttention of transformers 5.24.
     """
     arrays: dict[str, Any] = dict(
@@ -401,6 +411,7 @@ def attend(
     memory = _memory(query, return_lse, out)
     with torch.no_grad():
         if not launch.uses_kernels(query):
+            _check_requests(metadata, len(page_table))
             numbers: dict[str, Any] = {name: float(scale) for name, scale in scales.items()}
             result: dict[str, Tensor] = {}
             result["out"], result["lse"] = reference.attend(**arrays, gate=gate, **numbers)

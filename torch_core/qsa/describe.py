@@ -308,7 +308,7 @@ def _check_range(shapes: checks.Shapes, page_size: int, ratio: int) -> None:
 
 
 def _check_metadata(shapes: checks.Shapes, metadata: Any) -> None:
-    if not isinstance(metadata, tuple) or len(metadata) != 4:
+    if getattr(metadata, "_fields", None) != METADATA:
         raise TypeError(
             f"metadata must be what build_metadata returns, got {type(metadata).__name__}"
         )
