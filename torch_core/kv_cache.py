@@ -68,7 +68,7 @@ def append_kv(
         _append_op(*inputs[:-2], *_split(inputs.k_scale), *_split(inputs.v_scale), kv_layout)
     else:
         _require_own_memory(key_cache, value_cache)
-        inputs = inputs._replace(key=_apart(key, inputs), value=_apart(value, inputs))
+        inputs = _apart(inputs)
         with torch.no_grad():
             debug.check(lambda: reference.places(problem, inputs))
             _append(inputs)(problem, inputs)
@@ -87,11 +87,12 @@ def has_kernel(cache: Any, capability: int) -> bool:
     return capability >= (89 if cache.dtype.itemsize == 1 else 75)
 
 
-def _apart(rows: Tensor, inputs: AppendInputs) -> Tensor:
-    """The new rows, copied where they may lie in a cache that is written."""
-    caches = (inputs.key_cache, inputs.value_cache)
-    storages = {cache.untyped_storage().data_ptr() for cache in caches}
-    return rows.clone() if rows.untyped_storage().data_ptr() in storages else rows
+def _apart(inputs: AppendInputs) -> AppendInputs:
+    """The new rows copied where they may lie in a cache that is written."""
+    key, value, *caches = (x.untyped_storage().data_ptr() for x in inputs[:4])
+    if key in caches or value in caches:
+        inputs = inputs._replace(key=inputs.key.clone(), value=inputs.value.clone())
+    return inputs
 
 
 def _require_own_memory(key_cache: Tensor, value_cache: Tensor) -> None:

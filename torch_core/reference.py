@@ -271,7 +271,7 @@ def _used_pages(problem, inputs, lengths) -> np.ndarray:
         first = np.arange(count) * problem.page_size
         pages = np.where(first < np.array(lengths)[:, None], pages, 0)
     if pages.size:
-        _check_range("page_table", pages, "num_pages", problem.num_pages)
+        check_range("page_table", pages, "num_pages", problem.num_pages)
     return pages
 
 
@@ -305,7 +305,7 @@ def _check_offsets(problem, offsets) -> None:
         )
 
 
-def _check_range(name: str, values: Any, bound: str, limit: int, rows: Any = None) -> None:
+def check_range(name: str, values: Any, bound: str, limit: int, rows: Any = None) -> None:
     """ValueError where a value is not in [0, limit). `rows`: of the values, where they are some."""
     values = np.asarray(values)
     low, high = int(values.min()), int(values.max())
@@ -365,17 +365,17 @@ def places(problem: AppendProblem, inputs: AppendInputs) -> tuple[list[int], lis
     wanted = [wanted[row] for row in rows]
     if by_slot:
         limit = num_pages * page_size
-        _check_range("slots", wanted, "num_pages * page_size", limit, rows)
+        check_range("slots", wanted, "num_pages * page_size", limit, rows)
         return rows, wanted
     requests = rows
     if inputs.request_ids is not None:
         requests = inputs.request_ids[rows].tolist()
     batch, pages_per_seq = inputs.page_table.shape
-    _check_range("request_ids", requests, "batch", batch, rows)
+    check_range("request_ids", requests, "batch", batch, rows)
     capacity = pages_per_seq * page_size
-    _check_range("positions", wanted, "pages_per_seq * page_size", capacity, rows)
+    check_range("positions", wanted, "pages_per_seq * page_size", capacity, rows)
     pages = inputs.page_table[requests, [place // page_size for place in wanted]].tolist()
-    _check_range("page_table", pages, "num_pages", num_pages, rows)
+    check_range("page_table", pages, "num_pages", num_pages, rows)
     return rows, [p * page_size + w % page_size for p, w in zip(pages, wanted, strict=True)]
 
 

@@ -16,9 +16,9 @@ import torch
 import torch_core.qsa
 from torch_core import checks, debug
 from torch_core.qsa import launch
-from torch_core.qsa.api import check_places
 from torch_core.qsa.launch import inputs_of, names_of
 from torch_core.qsa.metadata import host_split
+from torch_core.qsa.places import check_places
 from torch_core.qsa.plan import Chain, Launch
 from torch_core.qsa.problem import METADATA
 from torch_core.reference import check_lengths

@@ -9,7 +9,8 @@ from jaxtyping import Float, Float32, Int32, Shaped
 
 from torch_core import checks
 from torch_core.qsa import Metadata, describe, plan, plan_attend, plan_select
-from torch_core.qsa.api import WORKSPACE_BYTES, places_of
+from torch_core.qsa.api import WORKSPACE_BYTES
+from torch_core.qsa.places import places_of
 from torch_core.qsa.problem import METADATA
 from torch_core.qsa.support import require_attend, require_compress, require_select
 

@@ -72,9 +72,8 @@ def build_metadata(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio
     )
     arrays = dict(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    known = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
-    known = {name: count for name, count in known.items() if count is not None}
-    describe.describe_metadata(**arrays, **given, **known)
+    counts: dict[str, Any] = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
+    describe.describe_metadata(**arrays, **given, **counts)
     _launch.require_jax(**arrays)
     way = _run.way(via)
     split = None

@@ -9,10 +9,10 @@ from torch import Tensor
 from .. import checks, debug
 from ..decode import Scale
 from ..launch import require_no_grad, require_out, require_same_device
-from ..reference import _check_range
 from . import describe, launch, plan, plan_attend, plan_select, reference
 from .metadata import Metadata
-from .problem import METADATA, CompressProblem
+from .places import check_places, check_requests, check_rotary, places_of
+from .problem import METADATA
 from .support import require_attend, require_compress, require_select
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -52,7 +52,7 @@ def prepare_query(
     require_same_device(projection=projection, weight=weight, cos=cos, sin=sin, positions=positions)
     require_no_grad("qsa.prepare_query", projection, weight)
     if not launch.uses_kernels(projection):
-        _check_rotary(cos, positions.clamp(min=0))
+        check_rotary(cos, positions.clamp(min=0))
     with torch.no_grad():
         return reference.prepare_query(projection, weight, cos, sin, positions, eps)
 
@@ -157,66 +157,6 @@ def compress(
     return ring, compressed_cache
 
 
-def places_of(problem: CompressProblem) -> dict[str, int]:
-    """What bounds the places of a compress call."""
-    num_pages, groups_per_page = problem.cache_shape[:2]
-    return dict(
-        compress_ratio=problem.compress_ratio,
-        num_rings=problem.ring_shape[0],
-        num_pages=num_pages,
-        groups_per_page=groups_per_page,
-    )
-
-
-def check_places(
-    metadata: Metadata,
-    seq_lens: Tensor,
-    cos: Tensor,
-    ring_ids: Tensor | None,
-    rotary_positions: Tensor | None,
-    *,
-    compress_ratio: int,
-    num_rings: int,
-    num_pages: int,
-    groups_per_page: int,
-) -> None:
-    """ValueError where a row names a request, a ring, a group's slot or a row of the rotary tables
-    that does not exist."""
-    rows = _check_requests(metadata, len(seq_lens))
-    if ring_ids is not None:
-        requests = metadata.request_ids[rows].long()
-        _check_entries("ring_ids", ring_ids, requests, "num_rings", num_rings)
-    rows = (metadata.slots >= 0).nonzero()[:, 0]
-    bound = "num_pages * groups_per_page"
-    _check_entries("metadata.slots", metadata.slots, rows, bound, num_pages * groups_per_page)
-    places = rotary_positions
-    if places is None:
-        places = metadata.positions - (compress_ratio - 1)
-    _check_rotary(cos, places[rows])
-
-
-def _check_requests(metadata: Metadata, num_requests: int) -> Tensor:
-    """Indices of the rows that are not padding; ValueError where one has no request."""
-    ids = metadata.request_ids
-    rows = (ids >= 0).nonzero()[:, 0]
-    _check_entries("metadata.request_ids", ids, rows, "num_requests", num_requests)
-    return rows
-
-
-def _check_entries(name: str, array: Tensor, entries: Tensor, bound: str, limit: int) -> None:
-    """ValueError where one of these entries is not in [0, limit)."""
-    if len(entries):
-        _check_range(name, array[entries].cpu(), bound, limit, entries)
-
-
-def _check_rotary(cos: Tensor, places: Tensor) -> None:
-    if len(places) and (places.min() < 0 or places.max() >= len(cos)):
-        raise ValueError(
-            f"cos must have a row for each rotary position, {int(places.min())} to "
-            f"{int(places.max())}, got {len(cos)} rows"
-        )
-
-
 def select(
     index_query: Float[Tensor, "num_rows index_heads index_dim"],
     compressed_cache: Shaped[Tensor, "num_pages groups_per_page 1 index_dim"],
@@ -289,7 +229,7 @@ def _select(
             return launch.run(
                 plan_select.plan_select(problem, workspace_bytes, tokens=tokens), flat
             )
-        _check_requests(arrays["metadata"], len(arrays["page_table"]))
+        check_requests(arrays["metadata"], len(arrays["page_table"]))
         result = dict(selected=reference.select(**arrays, topk=problem.topk))
         if tokens:
             result["token_indices"], result["counts"] = reference.expand(
@@ -411,7 +351,7 @@ def attend(
     memory = _memory(query, return_lse, out)
     with torch.no_grad():
         if not launch.uses_kernels(query):
-            _check_requests(metadata, len(page_table))
+            check_requests(metadata, len(page_table))
             numbers: dict[str, Any] = {name: float(scale) for name, scale in scales.items()}
             result: dict[str, Tensor] = {}
             result["out"], result["lse"] = reference.attend(**arrays, gate=gate, **numbers)

@@ -21,10 +21,10 @@ def describe_metadata(
     num_pages: int,
     page_size: int,
     compress_ratio: int,
-    num_decodes: int = 0,
-    decode_query_len: int = 1,
+    num_decodes: int | None = None,
+    decode_query_len: int | None = None,
 ) -> QSAProblem:
-    """Checks a build_metadata call."""
+    """Checks a build_metadata call. A split that is not known is one without decodes."""
     shapes = checks.Shapes()
     shapes.check("page_table", page_table, ("int32",), ("num_requests", "pages_per_seq"))
     shapes.check("seq_lens", seq_lens, ("int32",), ("num_requests",))
@@ -36,7 +36,11 @@ def describe_metadata(
     _check_range(shapes, page_size, ratio)
     return QSAProblem(
         **_sizes(shapes, "num_rows", "num_requests", "pages_per_seq", "num_pages"),
-        **_split(shapes, num_decodes, decode_query_len),
+        **_split(
+            shapes,
+            0 if num_decodes is None else num_decodes,
+            1 if decode_query_len is None else decode_query_len,
+        ),
         page_size=page_size,
         compress_ratio=ratio,
     )

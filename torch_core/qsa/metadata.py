@@ -190,9 +190,8 @@ def build_metadata(
         num_rows=num_rows, num_pages=num_pages, page_size=page_size, compress_ratio=compress_ratio
     )
     arrays = dict(page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q)
-    counts = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
-    known = {name: count for name, count in counts.items() if count is not None}
-    problem = describe.describe_metadata(**arrays, **given, **known)
+    counts: dict[str, Any] = dict(num_decodes=num_decodes, decode_query_len=decode_query_len)
+    problem = describe.describe_metadata(**arrays, **given, **counts)
 
     def checked_split() -> Split:
         check_lengths(seq_lens.tolist(), page_table.shape[1] * page_size)
@@ -202,7 +201,7 @@ def build_metadata(
     if not launch.uses_kernels(page_table):
         split = checked_split()
         return build(**arrays, **given), split
-    if len(known) < 2:
+    if num_decodes is None or decode_query_len is None:
         raise ValueError(
             "num_decodes and decode_query_len must be given for arrays on a GPU: take them from "
             "qsa.split_batch(...) of the host's offsets"
