@@ -36,40 +36,51 @@ class TilesTuning:
 
 # Prefill rows from which a batch is walked in tiles: fewer give too few programs.
 TILED_ROWS = 256
-_PROGRAMS = 256
-_MAX_SPLITS = 64
 _ROW_PROGRAMS = 264  # of attend_rows, which mostly has nothing to do
 _MAX_TILE_ROWS = 16
+# A list is cut into single tiles, or about one of these numbers of parts: a few classes, so that
+# another number of rows compiles nothing.
+_SPLITS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
+_MOST_SPLITS = 66
 
 
-# Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, tiles of 64 | 32 tokens,
-# as many a program: 1 row 8.2 | 7.8, 8 rows 18.1 | 17.3, 32 rows 45.0 | 44.2; no less with
-# launches that overlap (programmatic dependent launch). 128 rows, whole lists: 138.6 | 156.5.
+# Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us, by programs a multiprocessor
+# and stages: 1 | 4, 3 | 2 of tiles of 32 tokens, 2 | 2 of 64. 8 rows: 16.6, 16.9, 17.9; 16: 26.1,
+# 26.5, 28.0; 32: 43.6, 43.5, 44.7; 64: 89.9, 76.9, 76.6; 128: -, -, 135.5. E4M3, 32 rows: 56.5
+# (1 | 6), 35.4 (3 | 3). 1 row, 65 programs a head: 7.9, 33: 8.7. No less with launches that overlap
+# (programmatic dependent launch).
 # Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
-# entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 3114 for
-# 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%.
+# entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 2789 for
+# 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%,
+# when single rows were slower.
 
 
 def rows_tuning(problem: QSAProblem) -> RowsTuning:
-    """Up to two programs for each of 132 multiprocessors, in a few classes, so that another number
-    of rows compiles nothing. The tail, a few tokens, gets programs of its own past these: one more
-    tile in a program of the others would take as long as a whole one."""
+    """One program for each of 132 multiprocessors, with many tiles in flight. Keys and values of 8
+    bits take instructions to be widened: three, so that one computes while the others wait."""
     pairs = max(problem.num_rows * problem.num_kv_heads, 1)
-    block_tokens = 32 if problem.head_dim == 256 else 64
-    whole = max(-(-problem.budget // block_tokens), 1)
-    tiles = 1
-    while tiles < whole and -(-whole // tiles) > min(max(_PROGRAMS // pairs, 1), _MAX_SPLITS):
-        tiles *= 2
-    if tiles >= whole:
-        return whole_lists(problem)
     few = problem.num_rows * problem.num_qo_heads < 132
-    return RowsTuning(
-        block_tokens=block_tokens,
-        tiles=tiles,
+    programs, num_stages = (396, 3) if problem.kv_dtype.startswith("float8") else (132, 4)
+    if 2 * pairs > programs:
+        return _cut(problem, whole_lists(problem), 264 // pairs)
+    tuning = RowsTuning(
+        block_tokens=32 if problem.head_dim == 256 else 64,
+        tiles=1,
         num_warps=4,
-        num_stages=2 if tiles == 1 else 3,
+        num_stages=num_stages,
         merge_dim=min(problem.head_dim, 64 if few else 256),
     )
+    tuning = _cut(problem, tuning, programs // pairs)
+    return replace(tuning, num_stages=2) if tuning.tiles == 1 else tuning
+
+
+def _cut(problem: QSAProblem, tuning: RowsTuning, most: int) -> RowsTuning:
+    """Lists cut into no more than `most` programs."""
+    whole = max(-(-problem.num_selected // tuning.block_tokens), 1)
+    sizes = (1, *(-(-whole // count) for count in _SPLITS), whole)
+    most = min(most, _MOST_SPLITS)
+    tiles = next(size for size in sizes if -(-whole // size) <= most or size == whole)
+    return replace(tuning, tiles=tiles)
 
 
 def whole_lists(problem: QSAProblem) -> RowsTuning:
@@ -81,7 +92,7 @@ def whole_lists(problem: QSAProblem) -> RowsTuning:
     return RowsTuning(
         block_tokens=block_tokens,
         tiles=-(-problem.num_selected // block_tokens),
-        num_warps=8 if large else 4,
+        num_warps=4,
         num_stages=2 if large else 3,
         merge_dim=problem.head_dim,
     )
@@ -110,6 +121,11 @@ def plan_attend(
     Few rows are walked one by one, each list split over programs. Many prefill rows are walked in
     tiles that read what neighbours have in common once, for lists as expand gives them; other
     lists, and tiles of little in common, are found on the device and walked row by row."""
+    if problem.num_pages * problem.page_size >= 2**31:
+        raise NotImplementedError(
+            f"key_cache must have fewer than 2**31 tokens, got {problem.num_pages} pages of "
+            f"{problem.page_size}"
+        )
     if tuning is None:
         tiled = problem.num_prefill_rows >= TILED_ROWS
         tuning = tiles_tuning(problem) if tiled else rows_tuning(problem)
@@ -148,6 +164,14 @@ def _pages(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
     )
 
 
+def _places(tiles: int, tuning: RowsTuning) -> tuple[str, int]:
+    """Places that a program finds at a time."""
+    return (
+        "BLOCK_PLACES",
+        min(power_of_two(tiles * tuning.block_tokens), 16 * 32 * tuning.num_warps),
+    )
+
+
 def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     selected = ("NUM_SELECTED", problem.num_selected)
     blocks = (
@@ -155,12 +179,21 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
         ("BLOCK_N", tuning.block_tokens),
     )
     pairs = problem.num_rows * problem.num_kv_heads
+    whole = -(-problem.num_selected // tuning.block_tokens)
+    places = ("places", (pairs, whole * tuning.block_tokens), "int32")
     single = Launch(
         kernel="attend:decode",
         grid=(pairs,),
         inputs=(*_CACHES, *_LISTS, _gate(gate), *_SCALES),
-        outputs=_results(problem),
-        constants=(*_heads(problem), selected, *_pages(problem), *blocks, ("GATE", gate)),
+        outputs=(places, *_results(problem)),
+        constants=(
+            *_heads(problem),
+            selected,
+            *_pages(problem),
+            *blocks,
+            _places(whole, tuning),
+            ("GATE", gate),
+        ),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -169,13 +202,15 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
         return (single,)
     splits = ("SPLITS", count)
     states = (problem.num_rows, problem.num_qo_heads, count)
-    shape = (splits, ("TILES", tuning.tiles), *blocks)
+    shape = (splits, ("TILES", tuning.tiles), *blocks, _places(tuning.tiles, tuning))
+    places = ("places", (pairs, count, tuning.tiles * tuning.block_tokens), "int32")
     split = replace(
         single,
         kernel="attend:decode_split",
         grid=(pairs, count),
         inputs=(*_CACHES, *_LISTS, "sm_scale", "k_scale"),
         outputs=(
+            places,
             ("partial", (*states, problem.head_dim), "float32"),
             ("state", (*states, 2), "float32"),
         ),
@@ -200,11 +235,6 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
 
 
 def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
-    if problem.num_pages * problem.page_size >= 2**31:
-        raise NotImplementedError(
-            f"key_cache must have fewer than 2**31 tokens, got {problem.num_pages} pages of "
-            f"{problem.page_size}"
-        )
     rows = tuning.tile_rows
     tiles = -(-problem.num_rows // rows)
     capacity = rows * (problem.topk + 1)
@@ -249,10 +279,13 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         num_stages=tuning.num_stages,
     )
     single = _rows(problem, gate, whole_lists(problem))[0]
+    programs = min(tiles * rows * problem.num_kv_heads, _ROW_PROGRAMS)
+    (name, (_, width), dtype), *results = single.outputs
     apart = replace(
         single,
         kernel="attend_prefill:attend_rows",
-        grid=(min(tiles * rows * problem.num_kv_heads, _ROW_PROGRAMS),),
+        grid=(programs,),
+        outputs=((name, (programs, width), dtype), *results),
         inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
         constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128)),
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),

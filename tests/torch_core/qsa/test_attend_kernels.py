@@ -1,6 +1,7 @@
 """Kernels of attend against float64 NumPy, each path by its tuning."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -465,16 +466,20 @@ def test_tuning_follows_classes() -> None:
     """A row more compiles nothing new, but at the bounds of a few classes."""
     base = make([[100]], num_kv_heads=2, topk=512, head_dim=256).problem
     problems = [replace(base, num_rows=rows) for rows in range(1, 300)]
-    splits = [rows_tuning(problem).splits(problem) for problem in problems]
-    assert sorted(set(splits)) == [1, 3, 5, 9, 17, 33, 65]
-    assert splits == sorted(splits, reverse=True)
+    tunings = [rows_tuning(problem) for problem in problems]
+    classes = [first for first, second in pairwise(tunings) if first != second]
+    assert len(set(tunings)) == len(classes) + 1 == 14
+    programs = [p.num_rows * 2 * t.splits(p) for p, t in zip(problems, tunings, strict=True)]
+    assert max(programs[:33]) == 132
+    assert max(programs[33:132]) == 264
     prefill = [replace(base, num_rows=rows) for rows in (1000, 1001)]
     constants = [[r.constants for r in plan_attend(p, gate=False)] for p in prefill]
     assert constants[0] == constants[1]
 
 
-def test_too_many_tokens_for_tiles() -> None:
-    problem = replace(make([[100]]).problem, num_rows=1000, num_pages=2**27)
+@pytest.mark.parametrize("num_rows", [1, 1000])
+def test_too_many_tokens(num_rows: int) -> None:
+    problem = replace(make([[100]]).problem, num_rows=num_rows, num_pages=2**27)
     with pytest.raises(NotImplementedError, match=r"key_cache must have fewer than 2\*\*31 tokens"):
         plan_attend(problem, gate=False)
 

@@ -17,7 +17,7 @@ def slot_of(
     PAGES_PER_SEQ: tl.constexpr,
     NUM_PAGES: tl.constexpr,
 ):
-    """Place of request-relative tokens in the cache, int32 if that can hold it; -1: out of range or
+    """Place of request-relative tokens in the cache of fewer than 2**31 tokens; -1: out of range or
     not mapped."""
     # A negative token becomes a page past the end; shifts replace signed division.
     page_index = token.to(tl.uint32) // PAGE_SIZE
@@ -26,8 +26,6 @@ def slot_of(
     page = tl.load(row_ptr + page_index, mask=inside, other=-1)
     mapped = page.to(tl.uint32) < NUM_PAGES
     within = (token.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-    if NUM_PAGES * PAGE_SIZE >= 2147483648:
-        page = page.to(tl.int64)
     return tl.where(mapped, page * PAGE_SIZE + within, -1)
 
 
@@ -52,7 +50,8 @@ def widen(x, dtype: tl.constexpr):
 
 @triton.jit
 def softmax_update(q, k, v, allowed, acc, top, total, scale):
-    """One tile of online softmax; `allowed` [BLOCK_M, BLOCK_N] or [1, BLOCK_N]."""
+    """One tile of online softmax; `allowed` [BLOCK_M, BLOCK_N] or [1, BLOCK_N]. `total` [BLOCK_M],
+    or [BLOCK_M, BLOCK_N] not yet summed."""
     k = widen(k, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores = tl.where(allowed, scores * scale, float("-inf"))
@@ -60,7 +59,10 @@ def softmax_update(q, k, v, allowed, acc, top, total, scale):
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = exp(scores - anchor[:, None])
     decay = exp(top - anchor)
-    total = total * decay + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * decay[:, None] + weights
+    else:
+        total = total * decay + tl.sum(weights, 1)
     v = widen(v, q.dtype)
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
@@ -85,6 +87,34 @@ def store_lse(lse_ptr, offsets, mask, top, total):
 
 
 @triton.jit
+def find_places(
+    page_table_ptr,
+    token_indices_ptr,
+    counts_ptr,
+    request_ids_ptr,
+    row,
+    columns,
+    NUM_SELECTED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+):
+    """(places in the cache of these columns of a row's list, -1 where nothing is to be read; length
+    of the list). List, count and request are one round trip to memory, the page table the second.
+    """
+    tokens_ptr = token_indices_ptr + row.to(tl.int64) * NUM_SELECTED
+    tokens = tl.load(tokens_ptr + columns, mask=columns < NUM_SELECTED, other=-1)
+    request = tl.load(request_ids_ptr + row)
+    count = tl.load(counts_ptr + row)
+    # ptxas would load a query late, and keys and values wait for it: another round trip.
+    tl.debug_barrier()
+    count = tl.where(request >= 0, tl.minimum(count, NUM_SELECTED), 0)
+    request = tl.maximum(request, 0)
+    places = slot_of(page_table_ptr, request, tokens, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
+    return tl.where(columns < count, places, -1), count
+
+
+@triton.jit
 def attend_split(
     query_ptr,
     key_cache_ptr,
@@ -93,6 +123,7 @@ def attend_split(
     token_indices_ptr,
     counts_ptr,
     request_ids_ptr,
+    places_ptr,
     row,
     kv_head,
     first,
@@ -107,51 +138,58 @@ def attend_split(
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
 ):
     """(acc [BLOCK_M, HEAD_DIM], top, total [BLOCK_M]) of the query heads of one row and KV head,
     over TILES tiles of its list from column `first` on.
 
-    List, count and request are one round trip to memory, the page table the second, keys and values
-    the third. In the loop, the places of the next tile and the tokens of the one after are read
-    ahead; Triton does not pipeline loops that read further. A single tile is a loop too: Triton
-    would load its values after its keys have come."""
+    The places of all tiles are found first and kept in `places` [TILES * BLOCK_N]: found in the
+    loop, they would take half of its instructions. There those of the next tile are read ahead;
+    Triton does not pipeline a loop that reads further. A single tile is a loop too: Triton would
+    load its values after its keys have come."""
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, HEAD_DIM)
-    tokens_ptr = token_indices_ptr + row.to(tl.int64) * NUM_SELECTED
     key_cache_ptr += kv_head * HEAD_DIM
     value_cache_ptr += kv_head * HEAD_DIM
-    column = first + n
-    token = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
-    request = tl.load(request_ids_ptr + row)
-    count = tl.load(counts_ptr + row)
     q_rows = row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m
     q = tl.load(
         query_ptr + q_rows[:, None] * HEAD_DIM + d[None, :], mask=(m < GROUP)[:, None], other=0.0
     )
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if TILES > 1:
-        column += BLOCK_N
-        after = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
-    # ptxas would load the query late, and keys and values wait for it: another round trip.
-    tl.debug_barrier()
-    count = tl.where(request >= 0, tl.minimum(count, NUM_SELECTED), 0)
-    request = tl.maximum(request, 0)
-    slot = slot_of(page_table_ptr, request, token, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
+    # Summed over its columns at the end: in the loop, warps would wait for each other.
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if TILES == 1:
+        slot, count = find_places(
+            page_table_ptr, token_indices_ptr, counts_ptr, request_ids_ptr, row, first + n,
+            NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES,
+        )  # fmt: skip
+    else:
+        i = tl.arange(0, BLOCK_PLACES)
+        count = 0
+        for begin in tl.static_range(0, TILES * BLOCK_N, BLOCK_PLACES):
+            places, count = find_places(
+                page_table_ptr, token_indices_ptr, counts_ptr, request_ids_ptr, row,
+                first + begin + i, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES,
+            )  # fmt: skip
+            tl.store(places_ptr + begin + i, places, mask=begin + i < TILES * BLOCK_N)
+        # Other threads of the program wrote what it now reads.
+        tl.debug_barrier()
+        slot = tl.load(places_ptr + n)
     for start in tl.range(first, tl.minimum(count, first + TILES * BLOCK_N), BLOCK_N):
-        live = (slot >= 0) & (start + n < count)
+        live = slot >= 0
+        if TILES == 1:  # or Triton moves the loads out of the loop
+            live &= start + n < count
         offsets = (slot.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM))[:, None] + d[None, :]
         k = tl.load(key_cache_ptr + offsets, mask=live[:, None], other=0.0)
         v = tl.load(value_cache_ptr + offsets, mask=live[:, None], other=0.0)
         if TILES > 1:
-            slot = slot_of(page_table_ptr, request, after, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
-            column = start + 2 * BLOCK_N + n
-            after = tl.load(tokens_ptr + column, mask=column < NUM_SELECTED, other=-1)
+            after = tl.minimum(start - first + BLOCK_N, (TILES - 1) * BLOCK_N)
+            slot = tl.load(places_ptr + after + n)
         acc, top, total = softmax_update(q, k, v, live[None, :], acc, top, total, scale)
-    return acc, top, total
+    return acc, top, tl.sum(total, 1)
 
 
 @triton.jit
@@ -167,6 +205,7 @@ def attend_row(
     sm_scale_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    places_ptr,
     out_ptr,
     lse_ptr,
     row,
@@ -180,6 +219,7 @@ def attend_row(
     NUM_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """The whole list of one row, for the heads of one KV head, to the outputs."""
@@ -188,8 +228,8 @@ def attend_row(
     scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
     acc, top, total = attend_split(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
-        request_ids_ptr, row, kv_head, 0, scale, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED,
-        PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N,
+        request_ids_ptr, places_ptr, row, kv_head, 0, scale, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM,
+        NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N, BLOCK_PLACES,
     )  # fmt: skip
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM)
@@ -214,6 +254,7 @@ def decode(
     sm_scale_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    places_ptr,
     out_ptr,
     lse_ptr,
     NUM_QO_HEADS: tl.constexpr,
@@ -225,16 +266,19 @@ def decode(
     NUM_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Grid (rows * NUM_KV_HEADS): one program walks a whole list."""
+    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
+    places_ptr += tl.program_id(0).to(tl.int64) * (TILES * BLOCK_N)
     row = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     attend_row(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
-        request_ids_ptr, gate_ptr, sm_scale_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, row,
-        kv_head, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ,
-        NUM_PAGES, BLOCK_M, BLOCK_N, GATE,
+        request_ids_ptr, gate_ptr, sm_scale_ptr, k_scale_ptr, v_scale_ptr, places_ptr, out_ptr,
+        lse_ptr, row, kv_head, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED, PAGE_SIZE,
+        PAGES_PER_SEQ, NUM_PAGES, BLOCK_M, BLOCK_N, BLOCK_PLACES, GATE,
     )  # fmt: skip
 
 
@@ -249,6 +293,7 @@ def decode_split(
     request_ids_ptr,
     sm_scale_ptr,
     k_scale_ptr,
+    places_ptr,
     partial_ptr,
     state_ptr,
     NUM_QO_HEADS: tl.constexpr,
@@ -262,6 +307,7 @@ def decode_split(
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
 ):
     """Grid (rows * NUM_KV_HEADS, SPLITS): TILES tiles of a list each. The KV heads of a row, whose
     keys lie side by side, start together, and the last splits, which have little to read, last.
@@ -271,20 +317,22 @@ def decode_split(
     row = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
+    program = tl.program_id(0).to(tl.int64) * SPLITS + split
+    places_ptr += program * (TILES * BLOCK_N)
     scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
     acc, top, total = attend_split(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
-        request_ids_ptr, row, kv_head, split * (TILES * BLOCK_N), scale, NUM_QO_HEADS, NUM_KV_HEADS,
-        HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N,
+        request_ids_ptr, places_ptr, row, kv_head, split * (TILES * BLOCK_N), scale, NUM_QO_HEADS,
+        NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M,
+        BLOCK_N, BLOCK_PLACES,
     )  # fmt: skip
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM)
-    places = (row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m) * SPLITS + split
-    # A split without tokens has total 0, and its sums are not used.
-    mask = (m < GROUP)[:, None] & (total != 0.0)[:, None]
-    tl.store(partial_ptr + places[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-    tl.store(state_ptr + places * 2, top, mask=m < GROUP)
-    tl.store(state_ptr + places * 2 + 1, total, mask=m < GROUP)
+    states = (row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m) * SPLITS + split
+    mask = m < GROUP
+    tl.store(partial_ptr + states[:, None] * HEAD_DIM + d[None, :], acc, mask=mask[:, None])
+    tl.store(state_ptr + states * 2, top, mask=mask)
+    tl.store(state_ptr + states * 2 + 1, total, mask=mask)
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def join_rows(
                     word = word | (found.to(tl.int32) << b)
                     tl.store(slots_ptr + b * MARKS + rank, word, mask=found)
                 place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
-                tl.store(slots_ptr + place, slot.to(tl.int32), mask=fresh)
+                tl.store(slots_ptr + place, slot, mask=fresh)
                 tl.store(words_ptr + place, word, mask=fresh)
                 added = tl.sum(fresh.to(tl.int32), 0)
                 used += added
@@ -148,7 +148,7 @@ def join_rows(
             apart = tl.maximum(apart, fault.to(tl.int32))
             slot = slot_of(page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
             present = (tail > 0) & (slot >= 0)
-            tl.store(slots_ptr + used, slot.to(tl.int32), mask=present)
+            tl.store(slots_ptr + used, slot, mask=present)
             tl.store(words_ptr + used, (1 << a) | (tail << 16), mask=present)
             used += present.to(tl.int32)
             tl.store(header_ptr + a, used)
@@ -260,6 +260,7 @@ def attend_rows(
     header_ptr,
     tiled_out_ptr,
     tiled_lse_ptr,
+    places_ptr,
     out_ptr,
     lse_ptr,
     NUM_QO_HEADS: tl.constexpr,
@@ -271,6 +272,7 @@ def attend_rows(
     NUM_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
     GATE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
@@ -279,6 +281,8 @@ def attend_rows(
     place. Programs take rows and KV heads in turn, and learn in one round trip which of the next
     BLOCK_ITEMS are to be walked: mostly none are."""
     HEADER: tl.constexpr = 2 * TILE_ROWS + 3
+    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
+    places_ptr += tl.program_id(0) * (TILES * BLOCK_N)
     i = tl.arange(0, BLOCK_ITEMS)
     step = tl.num_programs(0)
     items = tl.load(header_ptr + 2 * TILE_ROWS + 2) * (TILE_ROWS * NUM_KV_HEADS)
@@ -298,7 +302,8 @@ def attend_rows(
                     attend_row(
                         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr,
                         token_indices_ptr, counts_ptr, request_ids_ptr, gate_ptr, sm_scale_ptr,
-                        k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, tile * TILE_ROWS + a,
-                        one % NUM_KV_HEADS, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED,
-                        PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, BLOCK_M, BLOCK_N, GATE,
+                        k_scale_ptr, v_scale_ptr, places_ptr, out_ptr, lse_ptr,
+                        tile * TILE_ROWS + a, one % NUM_KV_HEADS, NUM_QO_HEADS, NUM_KV_HEADS,
+                        HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, BLOCK_M,
+                        BLOCK_N, BLOCK_PLACES, GATE,
                     )  # fmt: skip
