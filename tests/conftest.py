@@ -51,8 +51,9 @@ def enforce_annotations() -> Iterator[None]:
 @pytest.fixture(params=["kernel", "scatter"])
 def append_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How jaxattn.append_kv writes on a GPU: by our kernel, or as without jax-triton."""
-    from jaxattn import _device, _triton
+    from jaxattn import _device, _triton, kv_cache
 
+    monkeypatch.setattr(kv_cache, "LAUNCHED_ROWS", 0)
     if request.param == "scatter":
         monkeypatch.setattr(_triton, "failure", lambda _: ImportError("left out"))
     elif failure := _triton.failure(_device.environment().capability):

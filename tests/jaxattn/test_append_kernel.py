@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxattn
-from jaxattn import _device, _triton
+from jaxattn import _device, _triton, kv_cache
 from tests import errors, faults, inputs, kv_model
 from tests.jaxattn import interpreted
 from torch_core import debug, dispatch
@@ -35,6 +35,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(_device, "platform", lambda: "cpu")
         monkeypatch.setattr(_triton, "failure", lambda capability: None)
     monkeypatch.setattr(_triton, "call", call)
+    monkeypatch.setattr(kv_cache, "LAUNCHED_ROWS", 0)
     jax.clear_caches()
     yield records
     jax.clear_caches()
@@ -55,6 +56,16 @@ def test_equals_loop(case, launches):
     arguments = case.make()
     results = inputs.run_jax(jaxattn.append_kv, arguments)
     assert len(launches) == bool(case.tokens)
+    for result, expected in zip(results, kv_model.append(arguments), strict=True):
+        assert kv_model.same_bits(result, expected)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_few_rows_are_scattered(by_rows, launches, monkeypatch):
+    arguments = kv_model.Append("", tokens=4, addressing="rows", batch=5).make()
+    monkeypatch.setattr(kv_cache, "LAUNCHED_ROWS", 5 - by_rows)
+    results = inputs.run_jax(jaxattn.append_kv, arguments)
+    assert len(launches) == by_rows
     for result, expected in zip(results, kv_model.append(arguments), strict=True):
         assert kv_model.same_bits(result, expected)
 

@@ -120,7 +120,7 @@ def test_over_batch(case):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_append_kv(kv_dtype):
+def test_append_kv(kv_dtype, append_by):
     """In place on each GPU: the same memory, no copy of a cache."""
     case = kv_model.Append("", num_kv_heads=8, head_dim=128, dtype="bfloat16", kv_dtype=kv_dtype)
     arguments = case.make()
