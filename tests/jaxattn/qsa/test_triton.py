@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxattn
-from jaxattn import _device, _triton, qsa
+from jaxattn import _device, _triton, kv_cache, qsa
 from jaxattn.qsa import _run
 from torch_core import dispatch
 from torch_core.qsa import launch, plan
@@ -139,12 +139,13 @@ def test_the_call_in_a_program(version, stand):
 CACHE = (5, 4, 2, 8)
 
 
-def append_program(dtype: str = "float32", capability: int = 90, **scales) -> str:
-    """What a donating step that appends lowers to for a GPU."""
+def append_program(dtype: str = "float32", capability: int = 90, fewer: int = 0, **scales) -> str:
+    """What a donating step that appends lowers to for a GPU, of `fewer` rows than are launched."""
     environment = dispatch.environment(capability)
-    key = jax.ShapeDtypeStruct((3, 2, 8), jnp.bfloat16 if dtype.startswith("float8") else dtype)
+    rows = kv_cache.LAUNCHED_ROWS - fewer
+    key = jax.ShapeDtypeStruct((rows, 2, 8), jnp.bfloat16 if dtype.startswith("float8") else dtype)
     caches = [jax.ShapeDtypeStruct(CACHE, dtype)] * 2
-    slots = jax.ShapeDtypeStruct((3,), jnp.int32)
+    slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
     def step(caches, key, slots):
         return jaxattn.append_kv(key, key, *caches, slots=slots, **scales)
@@ -173,10 +174,14 @@ def test_append_in_a_program(dtype, stand):
 
 
 def test_append_without_the_kernel(stand, monkeypatch):
-    """XLA's scatter: where no kernel can be compiled, and where none makes such rows."""
+    """XLA's scatter: of few rows, and where no kernel can be compiled or none makes such rows."""
     stand()
-    for dtype, capability in (("float8_e4m3fn", 80), ("bfloat16", 70)):
-        text = append_program(dtype, capability)
+    for dtype, capability, fewer in (
+        ("float8_e4m3fn", 80, 0),
+        ("bfloat16", 70, 0),
+        ("bfloat16", 90, 1),
+    ):
+        text = append_program(dtype, capability, fewer)
         assert "custom_call" not in text and text.count('"stablehlo.scatter"') == 2
         assert "custom_call" in append_program(dtype, 89)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
