@@ -158,8 +158,9 @@ def _writer(arrays: AppendInputs) -> Callable[[AppendProblem, AppendInputs, list
         return _scatter if cache.dtype in SCATTERED_ON_CPU else _append_call
     # Few rows XLA writes faster. Those without a value cache are still to be joined, which it does
     # within its scatter.
-    own = arrays.value_cache is not None and arrays.key.shape[0] >= LAUNCHED_ROWS
-    own = own and has_kernel(cache, capability)
+    rows = arrays.key.shape[0]
+    many = isinstance(rows, int) and rows >= LAUNCHED_ROWS  # not of a symbolic number
+    own = many and arrays.value_cache is not None and has_kernel(cache, capability)
     return _launched if own and _triton.failure(capability) is None else _scatter
 
 

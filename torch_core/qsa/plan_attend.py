@@ -180,7 +180,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     )
     pairs = problem.num_rows * problem.num_kv_heads
     whole = -(-problem.num_selected // tuning.block_tokens)
-    places = ("places", (pairs, whole * tuning.block_tokens), "int32")
+    places = ("places", (problem.num_rows, whole * tuning.block_tokens), "int32")
     single = Launch(
         kernel="attend:decode",
         grid=(pairs,),
@@ -203,7 +203,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     splits = ("SPLITS", count)
     states = (problem.num_rows, problem.num_qo_heads, count)
     shape = (splits, ("TILES", tuning.tiles), *blocks, _places(tuning.tiles, tuning))
-    places = ("places", (pairs, count, tuning.tiles * tuning.block_tokens), "int32")
+    places = ("places", (problem.num_rows, count * tuning.tiles * tuning.block_tokens), "int32")
     split = replace(
         single,
         kernel="attend:decode_split",

@@ -190,6 +190,23 @@ def test_append_without_the_kernel(stand, monkeypatch):
     assert "custom_call" not in append_program("bfloat16")
 
 
+def test_append_of_a_symbolic_number_of_rows(stand):
+    """XLA's scatter, which needs no number."""
+    stand()
+    environment = dispatch.environment(90)
+    rows, *_ = jax.export.symbolic_shape("rows, 2, 8")
+    key = jax.ShapeDtypeStruct((rows, 2, 8), jnp.bfloat16)
+    caches = [jax.ShapeDtypeStruct(CACHE, jnp.bfloat16)] * 2
+    slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    call = jax.jit(lambda key, slots, *caches: jaxattn.append_kv(key, key, *caches, slots=slots))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "environment", lambda: environment)
+        jax.clear_caches()
+        made = jax.export.export(call, platforms=["cuda"])(key, slots, *caches)
+        jax.clear_caches()
+    assert made.mlir_module().count('"stablehlo.scatter"') == 2
+
+
 def test_names_that_are_not_the_kernels():
     kernel = launch.load("compress:compress")
     (wanted,) = launch.specializations((COMPRESS,), DTYPES | INTEGERS)

@@ -144,7 +144,8 @@ def attend_split(
     over TILES tiles of its list from column `first` on.
 
     The places of all tiles are found first and kept in `places` [TILES * BLOCK_N]: found in the
-    loop, they would take half of its instructions. There those of the next tile are read ahead;
+    loop, they would take half of its instructions. Programs of other KV heads may write the same
+    places to the same memory. In the loop those of the next tile are read ahead;
     Triton does not pipeline a loop that reads further. A single tile is a loop too: Triton would
     load its values after its keys have come."""
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
@@ -169,7 +170,7 @@ def attend_split(
     else:
         i = tl.arange(0, BLOCK_PLACES)
         count = 0
-        for begin in tl.static_range(0, TILES * BLOCK_N, BLOCK_PLACES):
+        for begin in tl.range(0, TILES * BLOCK_N, BLOCK_PLACES, num_stages=1):
             places, count = find_places(
                 page_table_ptr, token_indices_ptr, counts_ptr, request_ids_ptr, row,
                 first + begin + i, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES,
@@ -271,8 +272,8 @@ def decode(
 ):
     """Grid (rows * NUM_KV_HEADS): one program walks a whole list."""
     TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
-    places_ptr += tl.program_id(0).to(tl.int64) * (TILES * BLOCK_N)
     row = tl.program_id(0) // NUM_KV_HEADS
+    places_ptr += row.to(tl.int64) * (TILES * BLOCK_N)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     attend_row(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
@@ -317,8 +318,7 @@ def decode_split(
     row = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
-    program = tl.program_id(0).to(tl.int64) * SPLITS + split
-    places_ptr += program * (TILES * BLOCK_N)
+    places_ptr += (row.to(tl.int64) * SPLITS + split) * (TILES * BLOCK_N)
     scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
     acc, top, total = attend_split(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
