@@ -27,7 +27,7 @@ from . import _ffi
 VERSIONS = (0, 3, 1), (0, 5)  # of jax-triton: from, and before
 TESTED = (
     "jax-triton 0.3.1 with jax 0.10.2 or 0.11.2 and triton 3.6, "
-    "jax-triton 0.4.1 with jax 0.11.2 and triton 3.7 (compiled, not run)"
+    "jax-triton 0.4.1 with jax 0.11.2 and triton 3.7"
 )
 # What jaxlib registers for Triton kernels of its own; unlike its older one, it may be captured.
 TARGET = "triton_kernel_call_ffi"

@@ -23,8 +23,8 @@ from .decode import AnyArray, Scale
 SCATTERED_ON_CPU = ("float32", "float16")
 SCALES = ("k_scale", "v_scale")
 PLACES = ("page_table", "positions", "request_ids", "slots")
-# XLA's scatter takes 2.7 us for 64 rows in bf16 and 2.9 in e4m3, the kernel 2.9 and 3.9; for 8192
-# rows 22 and 21.5 against 20 and 14 (tests/bench/RESULTS.md).
+# XLA's scatter takes 2.8 us for 64 rows, the kernel 2.7 in bf16 and 3.7 in e4m3; for 1024 rows 4.7
+# against 3.3 (tests/bench/RESULTS.md).
 LAUNCHED_ROWS = 1024
 
 
