@@ -44,11 +44,15 @@ _SPLITS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 _MOST_SPLITS = 66
 
 
-# Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us, by programs a multiprocessor
-# and stages: 1 | 4, 3 | 2 of tiles of 32 tokens, 2 | 2 of 64. 8 rows: 16.6, 16.9, 17.9; 16: 26.1,
-# 26.5, 28.0; 32: 43.6, 43.5, 44.7; 64: 89.9, 76.9, 76.6; 128: -, -, 135.5. E4M3, 32 rows: 56.5
-# (1 | 6), 35.4 (3 | 3). 1 row, 65 programs a head: 7.9, 33: 8.7. No less with launches that overlap
-# (programmatic dependent launch).
+# Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, by programs on a
+# multiprocessor x stages x tokens of a tile:
+#     rows   1 x 4 x 32   3 x 2 x 32   2 x 2 x 64
+#        8         16.6         16.9         17.9
+#       16         26.1         26.5         28.0
+#       32         43.6         43.5         44.7
+#       64         89.9         76.9         76.6
+# 32 rows in E4M3: 35.4 by 3 x 3 x 32, 56.5 by 1 x 6 x 32. 1 row: 7.9 by 65 programs a KV head, 8.7
+# by 33. No less with launches that overlap (programmatic dependent launch).
 # Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
 # entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 2789 for
 # 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%,
