@@ -46,8 +46,8 @@ def append_kv(
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
     (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused. Over
-    a mesh each device writes to its own KV heads or pages. On a GPU few rows are written by XLA's
-    scatter, many by torch_core's kernel where jax-triton works, with the same bits.
+    a mesh each device writes to its own KV heads or pages. On a GPU fewer than 1024 rows are
+    written by XLA's scatter, more by torch_core's kernel where jax-triton works: the same bits.
 
     Args:
         key, value: [tokens, num_kv_heads, head_dim]; bfloat16, float16 or float32. An fp8 cache
@@ -57,7 +57,8 @@ def append_kv(
         page_table: int32 [batch, pages_per_seq], with `positions`.
         positions: int32 [tokens], place of each token in its request; a negative one is skipped.
         request_ids: int32 [tokens], request of each row; by default row i is request i.
-        slots: int32 [tokens], page * page_size + offset, instead of the three above; -1 is skipped.
+        slots: int32 [tokens], page * page_size + offset, instead of the three above; a
+            negative one is skipped.
         k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
         kv_layout: "NHD" or "HND".
 
@@ -156,8 +157,8 @@ def _writer(arrays: AppendInputs) -> Callable[[AppendProblem, AppendInputs, list
     if not capability:
         # XLA converts a whole cache of another dtype to scatter into it, and back.
         return _scatter if cache.dtype in SCATTERED_ON_CPU else _append_call
-    # Few rows XLA writes faster. Those without a value cache are still to be joined, which it does
-    # within its scatter.
+    # Few rows XLA writes as fast or faster. Those without a value cache are still to be joined,
+    # which it does within its scatter.
     rows = arrays.key.shape[0]
     many = isinstance(rows, int) and rows >= LAUNCHED_ROWS  # not of a symbolic number
     own = many and arrays.value_cache is not None and has_kernel(cache, capability)

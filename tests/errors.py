@@ -146,6 +146,8 @@ SHARED = [
           "kv_layout must be one of 'NHD', 'HND', got 'DHN'"),
     Wrong("backend", "decode", dict(backend="xla"), ValueError,
           "backend must be one of 'auto', 'trtllm_gen', 'xqa'"),
+    Wrong("backend_left_out", "decode", dict(backend="fmha_v2"), ValueError,
+          "backend 'fmha_v2' is not offered: it lets NaN of slots that were never written reach"),
     Wrong("backend_list", "decode", dict(backend=["auto"]), ValueError,
           "backend must be one of 'auto', 'trtllm_gen', 'xqa'"),
     Wrong("backend_without_gpu", "decode", dict(backend="xqa", draft_mask=None),

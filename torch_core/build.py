@@ -45,7 +45,7 @@ def _readable(label: str, work: Callable[[], Any]) -> Any:
     except Exception as error:
         raise RuntimeError(
             f"torch_core could not build {label}: {_reason(error)}. It needs nvcc of the CUDA "
-            "toolkit and ninja, or prebuilt kernels (pip install flashinfer-jit-cache)"
+            "toolkit and ninja, or prebuilt kernels (flashinfer-jit-cache, of FlashInfer's index)"
         ) from error
 
 

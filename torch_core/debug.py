@@ -1,5 +1,6 @@
 """JAXATTN_DEBUG=1, set before the process starts: lengths, offsets and page ids are checked before
-each launch on a GPU, as a CPU checks them always. Every call then waits for the device."""
+each launch on a GPU, as a CPU checks them always. Every call then waits for the device. A page id
+that QSA finds outside the cache is no error: it is a page that is not mapped."""
 
 import functools
 import logging

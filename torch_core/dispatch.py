@@ -21,6 +21,7 @@ from .problem import (
     describe_decode,
     describe_prefill,
 )
+from .table import LEFT_OUT
 from .table import NVFP4 as NVFP4
 from .table import TABLE as TABLE
 from .table import Environment as Environment
@@ -112,11 +113,17 @@ def _brief(values: tuple[int, ...] | None) -> str:
     return ", ".join(map(str, values))
 
 
+def _check_backend(backend: str) -> str:
+    if isinstance(backend, str) and backend in LEFT_OUT:
+        raise ValueError(f"backend {backend!r} is not offered: {LEFT_OUT[backend]}")
+    return checks.choice("backend", backend, BACKENDS)
+
+
 def explain_problem(
     problem: AttentionProblem, environment: Environment, backend: str = "auto"
 ) -> Explanation:
     """The choice for a described call, and the reason against every other row."""
-    checks.choice("backend", backend, BACKENDS)
+    _check_backend(backend)
     rows = [kernel for kernel in TABLE if kernel.phase == problem.phase]
     rows.sort(key=lambda kernel: _within(environment.capability, kernel.last_resort))
     chosen, reasons = None, {}
@@ -142,7 +149,7 @@ def explain_problem(
 
 def choose(problem: AttentionProblem, environment: Environment, backend: str = "auto") -> Kernel:
     """The row that runs the call; fixed before any launch. NotImplementedError where none can."""
-    return _choose(problem, environment, checks.choice("backend", backend, BACKENDS))
+    return _choose(problem, environment, _check_backend(backend))
 
 
 @functools.lru_cache(maxsize=4096)

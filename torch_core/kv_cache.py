@@ -36,7 +36,8 @@ def append_kv(
         page_table: int32 [batch, pages_per_seq], with `positions`.
         positions: int32 [tokens], place of each token in its request; a negative one is skipped.
         request_ids: int32 [tokens], request of each row; by default row i is request i.
-        slots: int32 [tokens], page * page_size + offset, instead of the three above; -1 is skipped.
+        slots: int32 [tokens], page * page_size + offset, instead of the three above; a
+            negative one is skipped.
         k_scale, v_scale: dequantisation factors that the cache will be read with; default 1.
         kv_layout: "NHD" or "HND".
 
@@ -46,8 +47,8 @@ def append_kv(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
 
-    Caller's contract: no two rows have the same place, and every place exists. The CPU checks the
-    second.
+    Caller's contract: no two rows have the same place, and every place that is not negative exists.
+    The CPU checks the second.
     """
     inputs = AppendInputs(
         key=key,

@@ -72,7 +72,7 @@ def compress(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
-        NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or vmap or a gradient asked for.
         jax.errors.JaxRuntimeError: on a CPU, at run time, a row breaks the second part of the
             contract.
 
@@ -163,7 +163,7 @@ def select(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
-        NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or vmap or a gradient asked for.
 
     Caller's contract: the metadata is of this page table; the CPU checks that, at run time.
 
@@ -336,7 +336,7 @@ def attend(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype, while tracing.
-        NotImplementedError: no kernel for these sizes, or vmap or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or vmap or a gradient asked for.
 
     Caller's contract: the metadata is of this page table; the CPU checks that, at run time.
 

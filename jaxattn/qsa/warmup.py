@@ -53,7 +53,7 @@ def warmup(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
-        NotImplementedError: no kernel for these sizes.
+        NotImplementedError: no kernel for these sizes or dtypes.
     """
     wanted = reachable(
         key_cache,

@@ -223,6 +223,7 @@ def test_fresh_process_on_a_gpu(name, tmp_path, monkeypatch):
         program = qsa_step(model)
     elif name == "append":
         program = PROGRAMS["append_bf16"]()
+        assert _triton.TARGET in program[0].lower(*program[1]).as_text()
     else:
         case = replace(Case(name, (90, 300), (3, 5) if name == "prefill" else None), **BASE)
         program = call_of(name, case.make())

@@ -88,7 +88,7 @@ def model(layers: int, num_pages: int, seed: int = 0):
     return step, query, caches, page_table
 
 
-def test_no_python_and_right_over_1000_donated_steps():
+def test_no_python_and_right_over_1000_donated_steps(append_by):
     """A jitted step with donated caches and other page tables each time, against a torch loop now
     and then; no Python callback, also where buffers move and XLA records anew."""
     step, query, caches, page_table = model(3, 64)

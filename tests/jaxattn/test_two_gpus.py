@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxattn
 import torch_core
-from jaxattn import _ffi
+from jaxattn import _ffi, _triton
 from tests import compare, faults, inputs, kv_model
 from tests.faults import gpu
 from tests.inputs import Case
@@ -131,6 +131,7 @@ def test_append_kv(kv_dtype, append_by):
     call = jax.jit(lambda caches, rest: jaxattn.append_kv(**caches, **rest, **static),
                    donate_argnums=0)  # fmt: skip
     compiled = program(call, caches, given)
+    assert (_triton.TARGET in compiled.as_text()) == (append_by == "kernel")
     shape = list(arguments["key_cache"].shape)
     shape[2] //= 2
     assert not re.search(rf"\[{','.join(map(str, shape))}\]\S* copy", compiled.as_text())
@@ -264,7 +265,7 @@ def test_both_gpus_at_once():
         assert all(equal(result, expected) for result in results)
 
 
-def test_no_python_in_a_sharded_step():
+def test_no_python_in_a_sharded_step(append_by):
     """Donated steps of append and decode run without a callback, on both GPUs."""
     _, arrays, _ = call_of(XQA)
     given = placed(arrays, HEADS)

@@ -96,7 +96,7 @@ def test_what_limits_reach(gpu):
     assert len(gpu.log) == 6
 
 
-def test_jax_has_its_adapter_and_writes_by_xla(gpu, monkeypatch):
+def test_jax_has_its_adapter_and_not_the_append_of_torch(gpu, monkeypatch):
     monkeypatch.setattr(_device, "environment", lambda: dispatch.environment(90))
     built = []
     monkeypatch.setattr(_ffi, "adapter", lambda: built.append("adapter"))

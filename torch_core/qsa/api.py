@@ -107,7 +107,7 @@ def compress(
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype; on a CPU, a row that
             breaks the second part of the contract.
-        NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or a gradient is asked for.
 
     Caller's contract: the raw keys of an unfinished group before this step are in the ring: earlier
     steps wrote them. Second, the metadata is of these caches and requests, the ring of each request
@@ -191,7 +191,7 @@ def select(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
-        NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or a gradient is asked for.
 
     Caller's contract: the metadata is of this page table; the CPU checks that.
 
@@ -318,7 +318,7 @@ def attend(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
-        NotImplementedError: no kernel for these sizes, or a gradient is asked for.
+        NotImplementedError: no kernel for these sizes or dtypes, or a gradient is asked for.
 
     Caller's contract: the metadata is of this page table; the CPU checks that.
 

@@ -155,7 +155,8 @@ def build_metadata(
     """Describes each row of a step, once for all layers.
 
     Row i of a request with n rows stands at position p = seq_len - n + i and sees
-    min((p + 1) // compress_ratio, seq_len // compress_ratio) groups.
+    min((p + 1) // compress_ratio, seq_len // compress_ratio) groups. A row with p < 0, of a request
+    shorter than its rows, is padding.
 
     Args:
         page_table: int32 [num_requests, pages_per_seq], shared by all caches. An entry outside

@@ -60,8 +60,9 @@ _MOST_SPLITS = 66
 
 
 def rows_tuning(problem: QSAProblem) -> RowsTuning:
-    """One program for each of 132 multiprocessors, with many tiles in flight. Keys and values of 8
-    bits take instructions to be widened: three, so that one computes while the others wait."""
+    """One program for each of 132 multiprocessors, with many tiles in flight; two where rows are
+    too many for that. Keys and values of 8 bits take instructions to be widened: three, so that one
+    computes while the others wait."""
     pairs = max(problem.num_rows * problem.num_kv_heads, 1)
     few = problem.num_rows * problem.num_qo_heads < 132
     programs, num_stages = (396, 3) if problem.kv_dtype.startswith("float8") else (132, 4)

@@ -61,7 +61,7 @@ def warmup(
 
     Raises:
         ValueError, TypeError: an argument of wrong shape, value or dtype.
-        NotImplementedError: no kernel for these sizes.
+        NotImplementedError: no kernel for these sizes or dtypes.
     """
     wanted = reachable(
         key_cache,
@@ -177,7 +177,13 @@ def _describe(
     axes = ("num_pages", "groups_per_page", 1, "index_dim")
     shapes.check("compressed_cache", compressed_cache, (*describe.FLOATS, describe.E4M3), axes)
     shapes.check("ring", ring, describe.FLOATS, ("num_rings", "ring_rows", "index_dim"))
-    ratio = shapes["page_size"] // max(shapes["groups_per_page"], 1)
+    page_size, groups = shapes["page_size"], shapes["groups_per_page"]
+    ratio = page_size // max(groups, 1)
+    if not ratio:
+        raise ValueError(
+            f"compressed_cache must have page_size / compress_ratio groups a page, got {groups} "
+            f"for page_size {page_size}"
+        )
     describe.check_pages(key_cache, key_cache, compressed_cache, ratio)
     sizes = dict(num_qo_heads=num_qo_heads, index_heads=index_heads, pages_per_seq=pages_per_seq)
     shapes.sizes |= {name: checks.integer(name, value, 1) for name, value in sizes.items()}

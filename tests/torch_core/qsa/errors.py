@@ -303,6 +303,8 @@ WRONG = [
      "max_rows must be in [1, 2147483647], got 0"),
     ("warmup_ratio", wrong("warmup", compressed_cache=torch.zeros(4, 16, 1, 16)), ValueError,
      "compress_ratio must be one of (2, 4, 8), got 1"),
+    ("warmup_groups", wrong("warmup", compressed_cache=torch.zeros(4, 32, 1, 16)), ValueError,
+     "compressed_cache must have page_size / compress_ratio groups a page, got 32 for"),
     ("no_kernel_topk", wrong("warmup", budget=2**14), NotImplementedError,
      "qsa.select on a GPU needs topk = budget / compress_ratio in 1 to 2048, got 4096"),
     ("no_kernel_head_dim", wrong("warmup", key_cache=torch.zeros(4, 16, 2, 80).half()),

@@ -472,6 +472,9 @@ def test_tuning_follows_classes() -> None:
     programs = [p.num_rows * 2 * t.splits(p) for p, t in zip(problems, tunings, strict=True)]
     assert max(programs[:33]) == 132
     assert max(programs[33:132]) == 264
+    e4m3 = [replace(p, kv_dtype="float8_e4m3fn") for p in problems[:198]]
+    programs = [p.num_rows * 2 * rows_tuning(p).splits(p) for p in e4m3]
+    assert max(programs) == 396
     prefill = [replace(base, num_rows=rows) for rows in (1000, 1001)]
     constants = [[r.constants for r in plan_attend(p, gate=False)] for p in prefill]
     assert constants[0] == constants[1]
