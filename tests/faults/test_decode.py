@@ -311,14 +311,6 @@ def test_r29_a_kernel_that_cannot_run_is_refused_by_name(front, backend):
 
 
 @fronts
-@pytest.mark.parametrize("backend", ["fmha_v2", "xqa_fp8"])
-def test_a_kernel_that_was_left_out_is_refused_with_the_reason(front, backend):
-    arguments = Case("left out", (9, 17)).make()
-    with pytest.raises(ValueError, match=rf"backend '{backend}' is not offered: it lets NaN"):
-        faults.attend(front, arguments, backend=backend)
-
-
-@fronts
 @caches
 @pytest.mark.parametrize("q_lens", [(0, 0, 0, 2), (1, 3, 0, 4), (0, 1, 0, 0)])
 def test_r30_ragged_drafts_equal_single_calls(front, cache, q_lens):

@@ -17,9 +17,13 @@ class RowsTuning:
     num_stages: int
     merge_dim: int
 
+    def whole(self, problem: QSAProblem) -> int:
+        """Tiles of a whole list."""
+        return -(-problem.num_selected // self.block_tokens)
+
     def splits(self, problem: QSAProblem) -> int:
         """Programs for one row and KV head."""
-        return max(-(-problem.num_selected // (self.tiles * self.block_tokens)), 1)
+        return -(-self.whole(problem) // self.tiles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class TilesTuning:
 
 # Prefill rows from which a batch is walked in tiles: fewer give too few programs.
 TILED_ROWS = 256
-_ROW_PROGRAMS = 264  # of attend_rows, which mostly has nothing to do
+_PROCESSORS = 132  # multiprocessors of an H200
+_ROW_PROGRAMS = 2 * _PROCESSORS  # of attend_rows, which mostly has nothing to do
 _MAX_TILE_ROWS = 16
 # A list is cut into single tiles, or about one of these numbers of parts: a few classes, so that
 # another number of rows compiles nothing.
@@ -60,14 +65,15 @@ _MOST_SPLITS = 66
 
 
 def rows_tuning(problem: QSAProblem) -> RowsTuning:
-    """One program for each of 132 multiprocessors, with many tiles in flight; two where rows are
-    too many for that. Keys and values of 8 bits take instructions to be widened: three, so that one
+    """One program for each multiprocessor, with many tiles in flight; two where rows are too many
+    for that. Keys and values of 8 bits take instructions to be widened: three, so that one
     computes while the others wait."""
     pairs = max(problem.num_rows * problem.num_kv_heads, 1)
-    few = problem.num_rows * problem.num_qo_heads < 132
-    programs, num_stages = (396, 3) if problem.kv_dtype.startswith("float8") else (132, 4)
-    if 2 * pairs > programs:
-        return _cut(problem, whole_lists(problem), 264 // pairs)
+    few = problem.num_rows * problem.num_qo_heads < _PROCESSORS
+    each, num_stages = (3, 3) if problem.kv_dtype.startswith("float8") else (1, 4)
+    most = each * _PROCESSORS // pairs
+    if most < 2:
+        return _cut(problem, whole_lists(problem), 2 * _PROCESSORS // pairs)
     tuning = RowsTuning(
         block_tokens=32 if problem.head_dim == 256 else 64,
         tiles=1,
@@ -75,17 +81,16 @@ def rows_tuning(problem: QSAProblem) -> RowsTuning:
         num_stages=num_stages,
         merge_dim=min(problem.head_dim, 64 if few else 256),
     )
-    tuning = _cut(problem, tuning, programs // pairs)
+    tuning = _cut(problem, tuning, most)
     return replace(tuning, num_stages=2) if tuning.tiles == 1 else tuning
 
 
 def _cut(problem: QSAProblem, tuning: RowsTuning, most: int) -> RowsTuning:
     """Lists cut into no more than `most` programs."""
-    whole = max(-(-problem.num_selected // tuning.block_tokens), 1)
+    whole, most = tuning.whole(problem), max(min(most, _MOST_SPLITS), 1)
     sizes = (1, *(-(-whole // count) for count in _SPLITS), whole)
-    most = min(most, _MOST_SPLITS)
-    tiles = next(size for size in sizes if -(-whole // size) <= most or size == whole)
-    return replace(tuning, tiles=tiles)
+    cuts = (replace(tuning, tiles=size) for size in sizes)
+    return next(cut for cut in cuts if cut.splits(problem) <= most)
 
 
 def whole_lists(problem: QSAProblem) -> RowsTuning:
@@ -94,13 +99,14 @@ def whole_lists(problem: QSAProblem) -> RowsTuning:
     small = problem.head_dim == 256 and problem.kv_dtype.startswith("float8")
     block_tokens = 32 if small else 64
     large = problem.head_dim == 256 and not small
-    return RowsTuning(
+    tuning = RowsTuning(
         block_tokens=block_tokens,
-        tiles=-(-problem.num_selected // block_tokens),
+        tiles=1,
         num_warps=4,
         num_stages=2 if large else 3,
         merge_dim=problem.head_dim,
     )
+    return replace(tuning, tiles=tuning.whole(problem))
 
 
 def tiles_tuning(problem: QSAProblem) -> TilesTuning:
@@ -169,46 +175,34 @@ def _pages(problem: QSAProblem) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _places(tiles: int, tuning: RowsTuning) -> tuple[str, int]:
-    """Places that a program finds at a time."""
-    return (
-        "BLOCK_PLACES",
-        min(power_of_two(tiles * tuning.block_tokens), 16 * 32 * tuning.num_warps),
-    )
-
-
 def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
+    count = tuning.splits(problem)
+    # A program that may walk more tiles than there are walks these.
+    tiles = tuning.tiles if count > 1 else tuning.whole(problem)
+    width = tiles * tuning.block_tokens
     selected = ("NUM_SELECTED", problem.num_selected)
     blocks = (
         ("BLOCK_M", max(power_of_two(problem.group_size), 16)),
         ("BLOCK_N", tuning.block_tokens),
+        # Places that a program finds at a time: up to 16 a thread.
+        ("BLOCK_PLACES", min(power_of_two(width), 16 * 32 * tuning.num_warps)),
     )
     pairs = problem.num_rows * problem.num_kv_heads
-    whole = -(-problem.num_selected // tuning.block_tokens)
-    places = ("places", (problem.num_rows, whole * tuning.block_tokens), "int32")
+    places = ("places", (problem.num_rows, count * width), "int32")
     single = Launch(
         kernel="attend:decode",
         grid=(pairs,),
         inputs=(*_CACHES, *_LISTS, _gate(gate), *_SCALES),
         outputs=(places, *_results(problem)),
-        constants=(
-            *_heads(problem),
-            selected,
-            *_pages(problem),
-            *blocks,
-            _places(whole, tuning),
-            ("GATE", gate),
-        ),
+        constants=(*_heads(problem), selected, *_pages(problem), *blocks, ("GATE", gate)),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
-    count = tuning.splits(problem)
     if count == 1:
         return (single,)
     splits = ("SPLITS", count)
     states = (problem.num_rows, problem.num_qo_heads, count)
-    shape = (splits, ("TILES", tuning.tiles), *blocks, _places(tuning.tiles, tuning))
-    places = ("places", (problem.num_rows, count * tuning.tiles * tuning.block_tokens), "int32")
+    shape = (splits, ("TILES", tiles), *blocks)
     split = replace(
         single,
         kernel="attend:decode_split",
@@ -283,14 +277,15 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
-    single = _rows(problem, gate, whole_lists(problem))[0]
+    lists = whole_lists(problem)
+    (single,) = _rows(problem, gate, lists)
     programs = min(tiles * rows * problem.num_kv_heads, _ROW_PROGRAMS)
-    (name, (_, width), dtype), *results = single.outputs
+    places = ("places", (programs, lists.tiles * lists.block_tokens), "int32")
     apart = replace(
         single,
         kernel="attend_prefill:attend_rows",
         grid=(programs,),
-        outputs=((name, (programs, width), dtype), *results),
+        outputs=(places, *_results(problem)),
         inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
         constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128)),
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),

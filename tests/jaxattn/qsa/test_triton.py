@@ -1,5 +1,6 @@
 """jax-triton: its versions, what it is asked for, and what a program then calls."""
 
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -112,6 +114,17 @@ def test_what_is_asked_for(version, stand):
     assert len(module.asked) == 1
 
 
+@contextlib.contextmanager
+def gpu(capability: int = 90) -> Iterator[None]:
+    """What is traced here is traced as on such a GPU."""
+    environment = dispatch.environment(capability)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_device, "environment", lambda: environment)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+
 @pytest.mark.parametrize("version", ["0.3.1", "0.4.1"])
 def test_the_call_in_a_program(version, stand):
     """jaxlib's target that may be captured, aliases of donated arrays, under every transformation
@@ -120,10 +133,8 @@ def test_the_call_in_a_program(version, stand):
     arrays = {name: jnp.zeros((4, 4), dtype) for name, dtype in (DTYPES | INTEGERS).items()}
     arrays |= dict(ring=jnp.zeros((2, 4, 16), jnp.bfloat16))
     arrays |= dict(compressed_cache=jnp.zeros((5, 4, 1, 16), jnp.float8_e4m3fn))
-    environment = dispatch.environment(90)
     work = _run.Kernels(way="triton", chain=(COMPRESS,), wanted=("new_ring",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "environment", lambda: environment)
+    with gpu():
         traced = jax.jit(work.run).trace(arrays)
         looped = jax.jit(lambda a: jax.lax.map(lambda _: work.run(a), jnp.arange(3))).trace(arrays)
     for program in (traced, looped):
@@ -141,7 +152,6 @@ CACHE = (5, 4, 2, 8)
 
 def append_program(dtype: str = "float32", capability: int = 90, fewer: int = 0, **scales) -> str:
     """What a donating step that appends lowers to for a GPU, of `fewer` rows than are launched."""
-    environment = dispatch.environment(capability)
     rows = kv_cache.LAUNCHED_ROWS - fewer
     key = jax.ShapeDtypeStruct((rows, 2, 8), jnp.bfloat16 if dtype.startswith("float8") else dtype)
     caches = [jax.ShapeDtypeStruct(CACHE, dtype)] * 2
@@ -150,11 +160,8 @@ def append_program(dtype: str = "float32", capability: int = 90, fewer: int = 0,
     def step(caches, key, slots):
         return jaxattn.append_kv(key, key, *caches, slots=slots, **scales)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "environment", lambda: environment)
-        jax.clear_caches()
+    with gpu(capability):
         traced = jax.jit(step, donate_argnums=0).trace(caches, key, slots)
-        jax.clear_caches()
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -193,17 +200,13 @@ def test_append_without_the_kernel(stand, monkeypatch):
 def test_append_of_a_symbolic_number_of_rows(stand):
     """XLA's scatter, which needs no number."""
     stand()
-    environment = dispatch.environment(90)
     rows, *_ = jax.export.symbolic_shape("rows, 2, 8")
     key = jax.ShapeDtypeStruct((rows, 2, 8), jnp.bfloat16)
     caches = [jax.ShapeDtypeStruct(CACHE, jnp.bfloat16)] * 2
     slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
     call = jax.jit(lambda key, slots, *caches: jaxattn.append_kv(key, key, *caches, slots=slots))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "environment", lambda: environment)
-        jax.clear_caches()
+    with gpu():
         made = jax.export.export(call, platforms=["cuda"])(key, slots, *caches)
-        jax.clear_caches()
     assert made.mlir_module().count('"stablehlo.scatter"') == 2
 
 
