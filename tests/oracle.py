@@ -27,9 +27,11 @@ def attention(
     v_scale=None,
     kv_layout="NHD",
     dtype=np.float64,
+    order=None,
     **_ignored,
 ):
-    """Returns (out, lse) in `dtype` for a decode call (no cu_seqlens_q) or a prefill call."""
+    """Returns (out, lse) in `dtype` for a decode call (no cu_seqlens_q) or a prefill call. Sums go
+    over keys and head_dim as they lie, or in a random order by the generator `order`."""
     batch = len(seq_lens)
     if cu_seqlens_q is None:
         cu_seqlens_q = np.arange(batch + 1) * q_len
@@ -44,6 +46,7 @@ def attention(
     scale *= 1.0 if k_scale is None else float(k_scale)
     if query.dtype.name == "float8_e4m3fn" and q_scale is not None:
         scale *= float(q_scale)
+    dims = np.arange(head_dim) if order is None else order.permutation(head_dim)
     for request in range(batch):
         begin, end = int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1])
         length = int(seq_lens[request])
@@ -64,9 +67,12 @@ def attention(
                     ],
                     bool,
                 )
+            at = np.flatnonzero(seen)
+            at = at if order is None else order.permutation(at)
             for head in range(num_qo_heads):
                 kv_head = head // group_size
-                scores = key[seen, kv_head] @ query[row, head].astype(dtype) * dtype(scale)
+                row_query = query[row, head, dims].astype(dtype)
+                scores = key[at, kv_head][:, dims] @ row_query * dtype(scale)
                 if soft_cap is not None:
                     scores = dtype(soft_cap) * np.tanh(scores / dtype(soft_cap))
                 parts = scores if sinks is None else np.append(scores, dtype(sinks[head]))
@@ -77,7 +83,7 @@ def attention(
                 lse[row, head] = np.log(total) + top
                 weights = np.exp(scores - top) / total
                 factor = dtype(1.0 if v_scale is None else float(v_scale))
-                out[row, head] = weights @ value[seen, kv_head] * factor
+                out[row, head] = weights @ value[at, kv_head] * factor
     return out, lse
 
 

@@ -248,24 +248,16 @@ def score_us(work: Work, tuning: SelectTuning) -> str:
     return f"score {time_us:7.1f} us  {work.key_bytes / time_us / 1e6:.2f} TB/s"
 
 
-def scoring(groups: int, warps: int, stages: int, splits: int) -> dict[str, int]:
-    return dict(
-        decode_groups=groups, decode_warps=warps, decode_stages=stages, decode_splits=splits
-    )
+def scoring(groups: int, warps: int, splits: int) -> dict[str, int]:
+    return dict(decode_groups=groups, decode_warps=warps, decode_splits=splits)
 
 
 GOALS = {"32 x 131072": (32, 131072), "8 x 131072": (8, 131072), "1 x 131072": (1, 131072)}
 SCORE_VARIANTS = {
-    "32 x 131072": [
-        (128, 4, 3, 8), (128, 4, 3, 16), (128, 4, 2, 16), (128, 4, 5, 4),
-        (128, 4, 6, 4), (64, 4, 4, 16), (64, 4, 4, 12), (64, 4, 6, 8), (64, 4, 3, 32),
-        (256, 8, 3, 4),
-    ],
-    "8 x 131072": [
-        (128, 4, 3, 32), (128, 4, 3, 64), (128, 4, 5, 16), (64, 4, 4, 64), (64, 4, 3, 64),
-    ],
-    "1 x 131072": [(128, 4, 3, 256), (128, 4, 2, 256), (64, 4, 2, 256)],
-}  # fmt: skip
+    "32 x 131072": [(64, 4, 512), (64, 4, 128), (64, 2, 512), (128, 4, 256), (32, 2, 1024)],
+    "8 x 131072": [(64, 4, 512), (64, 4, 128), (64, 2, 512), (128, 4, 256), (32, 2, 1024)],
+    "1 x 131072": [(64, 4, 256), (64, 2, 512), (128, 4, 256), (32, 2, 1024)],
+}
 OTHERS = {
     "8 x 131072, 4 rows each": dict(requests=8, tokens=131072, query_len=4),
     "32 x 131072 e4m3": dict(requests=32, tokens=131072, index_dtype="float8_e4m3fn"),
@@ -273,7 +265,7 @@ OTHERS = {
     "8 x 32768, table of 1M": dict(requests=8, tokens=32768, table_tokens=2**20),
     "1 x 1048576": dict(requests=1, tokens=2**20),
 }
-RAGGED_VARIANTS = [(128, 4, 3, 8), (128, 4, 3, 32), (64, 4, 4, 24), (64, 4, 3, 32)]
+RAGGED_VARIANTS = [(64, 4, 512), (128, 4, 256)]
 TOPK_VARIANTS = [
     dict(),
     dict(chunk=16, capacity=512),
@@ -304,7 +296,7 @@ def bench_decode() -> None:
         attempt(f"decode {name}", lambda w=work: parts_of(w, None))
         for variant in SCORE_VARIANTS[name]:
             tuning = SelectTuning(**scoring(*variant))
-            label = f"  {name} groups/warps/stages/splits {'/'.join(map(str, variant))}"
+            label = f"  {name} groups/warps/splits {'/'.join(map(str, variant))}"
             attempt(label, lambda w=work, t=tuning: score_us(w, t))
         if name == "32 x 131072":
             ordered = decode_work(work.problem, ordered=True)
@@ -321,7 +313,7 @@ def bench_others() -> None:
     attempt("decode 32 x up to 131072, ragged", lambda: parts_of(work, None))
     for variant in RAGGED_VARIANTS:
         tuning = SelectTuning(**scoring(*variant))
-        label = f"  ragged groups/warps/stages/splits {'/'.join(map(str, variant))}"
+        label = f"  ragged groups/warps/splits {'/'.join(map(str, variant))}"
         attempt(label, lambda t=tuning: score_us(work, t))
     short = prefill_work(prefill_problem(*SHORT))
     attempt(

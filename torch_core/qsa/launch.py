@@ -51,7 +51,11 @@ def run(
                 arrays[name] = pointers[f"{name}_ptr"] = memory[name]
             if all(launch.grid):
                 arguments = _arguments(
-                    pointers, launch.constants, launch.num_warps, launch.num_stages
+                    pointers,
+                    launch.constants,
+                    launch.num_warps,
+                    launch.num_stages,
+                    launch.overlaps,
                 )
                 load(launch.kernel)[launch.grid](**arguments)
     return arrays
@@ -93,6 +97,7 @@ class Specialization(NamedTuple):
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
+    overlaps: bool = False
 
 
 def specializations(chain: Chain, dtypes: Mapping[str, str]) -> set[Specialization]:
@@ -109,6 +114,7 @@ def specializations(chain: Chain, dtypes: Mapping[str, str]) -> set[Specializati
                 launch.constants,
                 launch.num_warps,
                 launch.num_stages,
+                launch.overlaps,
             )
         )
     return found
@@ -121,9 +127,10 @@ def compile_ahead(wanted: Specialization) -> bool:
     kernel = load(wanted.kernel)
     before = _count(kernel)
     mocks = {name: MockTensor(getattr(torch, dtype)) for name, dtype in wanted.pointers}
-    compiled = kernel.warmup(
-        grid=(1,), **_arguments(mocks, wanted.constants, wanted.num_warps, wanted.num_stages)
+    arguments = _arguments(
+        mocks, wanted.constants, wanted.num_warps, wanted.num_stages, wanted.overlaps
     )
+    compiled = kernel.warmup(grid=(1,), **arguments)
     compiled.run  # noqa: B018 - loads the binary, which a stream capture could not
     return _count(kernel) > before
 
@@ -148,7 +155,10 @@ def _arguments(
     constants: tuple[tuple[str, Any], ...],
     num_warps: int,
     num_stages: int,
+    overlaps: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of a kernel, in one order: Triton's cache key is made from their text."""
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    if overlaps and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        options["launch_pdl"] = True  # programmatic dependent launch
     return {**pointers, **dict(constants), **options}

@@ -22,6 +22,8 @@ class Launch:
     constants: tuple[tuple[str, Any], ...] = ()
     num_warps: int = 4
     num_stages: int = 2
+    # May start while the launch before it ends, and waits for that itself.
+    overlaps: bool = False
     aliases: tuple[tuple[str, str], ...] = field(default=())  # input, output
 
 

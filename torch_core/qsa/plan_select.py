@@ -23,10 +23,9 @@ class SelectTuning:
     few: int | None = None  # scores of its last search: a power of two, topk or more
     decode_topk_warps: int | None = None
     prefill_topk_warps: int | None = None
-    decode_groups: int | None = None  # keys of one tile
-    decode_splits: int | None = None  # programs of one request
+    decode_groups: int = 64  # keys of one tile
+    decode_splits: int | None = None  # programs of one request, at most
     decode_warps: int = 4
-    decode_stages: int | None = None
     prefill_rows: int | None = None  # rows of one tile
     prefill_groups: int = 128
     prefill_splits: int = 16  # programs of one tile of rows
@@ -185,14 +184,10 @@ def _score_decode(
 ) -> Launch:
     query_len = problem.decode_query_len
     num_requests = num_rows // query_len
-    # Small tiles, up to 6 programs on each of an H200's 132 processors, and twice as many programs,
-    # for requests of other lengths; of one request large ones, one for each program.
-    one = num_requests == 1
-    groups = tuning.decode_groups or (128 if one else 64)
-    stages = tuning.decode_stages or (3 if one else 2)
-    tiles = -(-problem.max_groups // groups)
-    splits = tuning.decode_splits or 3 * power_of_two(-(-512 // num_requests))
-    splits = min(splits, power_of_two(tiles), 256)
+    groups = tuning.decode_groups
+    # One tile for each program, up to a number that tables of far longer requests do not multiply.
+    splits = tuning.decode_splits or (512 if num_requests == 1 else 256)
+    splits = min(splits, -(-problem.max_groups // groups))
     return Launch(
         kernel="score:score_decode",
         grid=(num_requests * splits,),
@@ -207,11 +202,10 @@ def _score_decode(
             *_score_constants(problem, sizes),
             ("BLOCK_GROUPS", groups),
             ("SPLITS", splits),
-            ("STAGES", stages),
             ("HAS_START", not first),
         ),
         num_warps=tuning.decode_warps,
-        num_stages=stages,
+        num_stages=1,
     )
 
 

@@ -7,6 +7,8 @@ sum of exp(score - top). top is -inf and total 0 as long as there is no score.""
 import triton
 import triton.language as tl
 
+from .primitives import launch_next, wait_for_last, widen
+
 
 @triton.jit
 def slot_of(
@@ -35,17 +37,6 @@ def exp(x):
     instructions; log2 e in `scale` would save one, and round away the differences of large scores.
     """
     return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def widen(x, dtype: tl.constexpr):
-    """To the query's dtype. E4M3 goes through fp16 and fp32, all exact, NaN kept: the conversion to
-    bf16 that Triton 3.6 makes takes an F2F, of low rate, for each element."""
-    if x.dtype == tl.float8e4nv:
-        x = x.to(tl.float16)
-        if dtype != tl.float16:
-            x = x.to(tl.float32)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -145,9 +136,9 @@ def attend_split(
 
     The places of all tiles are found first and kept in `places` [TILES * BLOCK_N]: found in the
     loop, they would take half of its instructions. Programs of other KV heads may write the same
-    places to the same memory. In the loop those of the next tile are read ahead;
-    Triton does not pipeline a loop that reads further. A single tile is a loop too: Triton would
-    load its values after its keys have come."""
+    places to the same memory. In the loop those of the next tile are read ahead; Triton does not
+    pipeline a loop that reads further. A single tile needs no `places`, but is a loop too: Triton
+    would load its values after its keys have come."""
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -218,14 +209,14 @@ def attend_row(
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_SEQ: tl.constexpr,
     NUM_PAGES: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """The whole list of one row, for the heads of one KV head, to the outputs."""
+    """The whole list of one row, TILES tiles, for the heads of one KV head, to the outputs."""
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
-    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
     scale = tl.load(sm_scale_ptr) * tl.load(k_scale_ptr)
     acc, top, total = attend_split(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
@@ -265,13 +256,13 @@ def decode(
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_SEQ: tl.constexpr,
     NUM_PAGES: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Grid (rows * NUM_KV_HEADS): one program walks a whole list."""
-    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
     row = tl.program_id(0) // NUM_KV_HEADS
     places_ptr += row.to(tl.int64) * (TILES * BLOCK_N)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -279,7 +270,7 @@ def decode(
         query_ptr, key_cache_ptr, value_cache_ptr, page_table_ptr, token_indices_ptr, counts_ptr,
         request_ids_ptr, gate_ptr, sm_scale_ptr, k_scale_ptr, v_scale_ptr, places_ptr, out_ptr,
         lse_ptr, row, kv_head, NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SELECTED, PAGE_SIZE,
-        PAGES_PER_SEQ, NUM_PAGES, BLOCK_M, BLOCK_N, BLOCK_PLACES, GATE,
+        PAGES_PER_SEQ, NUM_PAGES, TILES, BLOCK_M, BLOCK_N, BLOCK_PLACES, GATE,
     )  # fmt: skip
 
 
@@ -330,6 +321,7 @@ def decode_split(
     d = tl.arange(0, HEAD_DIM)
     states = (row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m) * SPLITS + split
     mask = m < GROUP
+    launch_next()
     tl.store(partial_ptr + states[:, None] * HEAD_DIM + d[None, :], acc, mask=mask[:, None])
     tl.store(state_ptr + states * 2, top, mask=mask)
     tl.store(state_ptr + states * 2 + 1, total, mask=mask)
@@ -350,6 +342,7 @@ def merge(
     GATE: tl.constexpr,
 ):
     """Grid (rows * NUM_QO_HEADS, HEAD_DIM // BLOCK_DIM): joins the splits of one row and head."""
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)

@@ -270,6 +270,7 @@ def attend_rows(
     PAGE_SIZE: tl.constexpr,
     PAGES_PER_SEQ: tl.constexpr,
     NUM_PAGES: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
@@ -281,7 +282,6 @@ def attend_rows(
     place. Programs take rows and KV heads in turn, and learn in one round trip which of the next
     BLOCK_ITEMS are to be walked: mostly none are."""
     HEADER: tl.constexpr = 2 * TILE_ROWS + 3
-    TILES: tl.constexpr = (NUM_SELECTED + BLOCK_N - 1) // BLOCK_N
     places_ptr += tl.program_id(0) * (TILES * BLOCK_N)
     i = tl.arange(0, BLOCK_ITEMS)
     step = tl.num_programs(0)
@@ -304,6 +304,6 @@ def attend_rows(
                         token_indices_ptr, counts_ptr, request_ids_ptr, gate_ptr, sm_scale_ptr,
                         k_scale_ptr, v_scale_ptr, places_ptr, out_ptr, lse_ptr,
                         tile * TILE_ROWS + a, one % NUM_KV_HEADS, NUM_QO_HEADS, NUM_KV_HEADS,
-                        HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, BLOCK_M,
-                        BLOCK_N, BLOCK_PLACES, GATE,
+                        HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES,
+                        BLOCK_M, BLOCK_N, BLOCK_PLACES, GATE,
                     )  # fmt: skip

@@ -2,11 +2,39 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 # Ranks a score that is no candidate: below every other, so that no bound reaches it.
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 # More ties than a row has.
 ALL_TIES: tl.constexpr = tl.constexpr(0x7FFF)
+
+
+@triton.jit
+def launch_next():
+    """Lets a next launch that `overlaps` start; its programs then wait for this launch's end."""
+    if cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last():
+    """Waits until the last launch has ended and its writes are seen: to be called before all else
+    by the kernel of a launch that `overlaps`."""
+    if cuda_capability_geq(9, 0):
+        gdc_wait()
+
+
+@triton.jit
+def widen(x, dtype: tl.constexpr):
+    """To the query's dtype. E4M3 goes through fp16 and fp32, all exact, NaN kept: the conversion to
+    bf16 that Triton 3.6 makes takes an F2F, of low rate, for each element."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+        if dtype != tl.float16:
+            x = x.to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ Both kernels add the heads in rising order in float32. What they leave unwritten
 import triton
 import triton.language as tl
 
+from .primitives import widen
+
 # Pages of a tile that a thread holds one by one.
 MOST_SCALARS: tl.constexpr = tl.constexpr(16)
 
@@ -35,16 +37,6 @@ def load_pages(
 
 
 @triton.jit
-def settled(pages):
-    """The same pages, unmapped ones as -1. The compiler pipelines no loop that hands a value on
-    untouched."""
-    changed = ()
-    for i in tl.static_range(len(pages)):
-        changed += (tl.maximum(pages[i], -1),)
-    return changed
-
-
-@triton.jit
 def pages_of_groups(pages, BLOCK_GROUPS: tl.constexpr, GROUPS_PER_PAGE: tl.constexpr):
     """The page of each group of a tile, from load_pages."""
     group_pages = pages[0]
@@ -65,17 +57,22 @@ def load_keys(
     BLOCK_DIM: tl.constexpr,
     GROUPS_PER_PAGE: tl.constexpr,
     NUM_PAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """(keys [groups, BLOCK_DIM], mapped [groups]): zeros where not mapped."""
-    pages = pages_of_groups(pages, groups.shape[0], GROUPS_PER_PAGE)
-    mapped = (pages >= 0) & (pages < NUM_PAGES)
-    rows = pages.to(tl.int64) * GROUPS_PER_PAGE + groups % GROUPS_PER_PAGE
+    mapped = pages.to(tl.uint32) < NUM_PAGES
+    # Unsigned: division by a power of two is then one shift.
+    within = (groups.to(tl.uint32) % GROUPS_PER_PAGE).to(tl.int64)
+    rows = pages.to(tl.int64) * GROUPS_PER_PAGE + within
     dims = tl.arange(0, BLOCK_DIM)
     mask = mapped[:, None]
     if BLOCK_DIM != DIM:
         mask = mask & (dims[None, :] < DIM)
     keys = tl.load(
-        compressed_cache_ptr + (rows * DIM)[:, None] + dims[None, :], mask=mask, other=0.0
+        compressed_cache_ptr + (rows * DIM)[:, None] + dims[None, :],
+        mask=mask,
+        other=0.0,
+        eviction_policy=EVICTION,
     )
     return keys, mapped
 
@@ -139,14 +136,16 @@ def score_decode(
     CHUNK: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
     """One program scores every SPLITS-th tile of a request's keys for the request's ROWS rows.
 
     Keys are the long side of the product, queries its 16 or more columns: (pair of heads, row, head
     of the pair). A thread of a tensor core's result then holds all heads of its rows, and their sum
-    moves nothing."""
+    moves nothing.
+
+    Programs are many and small, and hide each other's waits: nothing is loaded ahead. Keys, used
+    once, are the first to leave the L2 cache, and scores and maxima the last."""
     program = tl.program_id(0)
     request = program // SPLITS
     split = program % SPLITS
@@ -163,20 +162,6 @@ def score_decode(
     scored = tl.where(ids >= 0, scored, 0)
     limit = tl.max(scored, 0)
     if split * BLOCK_GROUPS < limit:
-        pages = load_pages(page_table_row_ptr, split, limit, BLOCK_GROUPS, GROUPS_PER_PAGE)
-        next_pages = load_pages(
-            page_table_row_ptr, split + SPLITS, limit, BLOCK_GROUPS, GROUPS_PER_PAGE
-        )
-        # Brings the walk's part of the page table into the L1 cache, since the loop waits for each
-        # of its page loads. The sum is never negative: no compiler knows, so it keeps the loads.
-        WALK: tl.constexpr = 4096 // BLOCK_GROUPS
-        tiles = split + tl.arange(0, WALK) * SPLITS
-        walk = tl.load(
-            page_table_row_ptr + tiles * BLOCK_GROUPS // GROUPS_PER_PAGE,
-            mask=tiles * BLOCK_GROUPS < limit,
-            other=-1,
-        )
-        walk_limit = tl.where(tl.sum(walk & 1, 0) >= 0, limit, 0)
         columns = tl.arange(0, HEAD_PAIRS * BLOCK_ROWS * 2)
         query_row = (columns // 2) % BLOCK_ROWS
         head = columns // (2 * BLOCK_ROWS) * 2 + columns % 2
@@ -189,28 +174,30 @@ def score_decode(
         )
         query = tl.trans(query)  # [BLOCK_DIM, columns]
 
-        for tile in tl.range(split, tl.cdiv(limit, BLOCK_GROUPS), SPLITS, num_stages=STAGES):
+        for tile in tl.range(split, tl.cdiv(limit, BLOCK_GROUPS), SPLITS, num_stages=1):
             groups = tile * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+            pages = tl.load(
+                page_table_row_ptr + groups.to(tl.uint32) // GROUPS_PER_PAGE,
+                mask=groups < limit,
+                other=-1,
+            )
             keys, mapped = load_keys(
-                compressed_cache_ptr, pages, groups, DIM, BLOCK_DIM, GROUPS_PER_PAGE, NUM_PAGES
-            )
-            pages = settled(next_pages)
-            next_pages = load_pages(
-                page_table_row_ptr, tile + 2 * SPLITS, walk_limit, BLOCK_GROUPS, GROUPS_PER_PAGE
-            )
-            products = tl.dot(keys.to(query.dtype), query, input_precision="ieee")
+                compressed_cache_ptr, pages, groups, DIM, BLOCK_DIM, GROUPS_PER_PAGE, NUM_PAGES,
+                "evict_first",
+            )  # fmt: skip
+            products = tl.dot(widen(keys, query.dtype), query, input_precision="ieee")
             products = tl.reshape(products, [BLOCK_GROUPS, HEAD_PAIRS, BLOCK_ROWS, 2])
             scores = sum_heads(tl.permute(products, [0, 2, 1, 3]), HEADS)
             wanted = groups[:, None] < scored[None, :]
             scores = tl.where(wanted & mapped[:, None], scores, float("-inf"))
             score_offsets = (first_row + rows)[None, :] * WIDTH + groups[:, None]
-            tl.store(scores_ptr + score_offsets, scores, mask=wanted)
+            tl.store(scores_ptr + score_offsets, scores, mask=wanted, eviction_policy="evict_last")
 
             chunks = tile * (BLOCK_GROUPS // CHUNK) + tl.arange(0, BLOCK_GROUPS // CHUNK)
             maxima = tl.max(tl.reshape(scores, [BLOCK_GROUPS // CHUNK, CHUNK, BLOCK_ROWS]), 1)
             chunk_offsets = (first_row + rows)[None, :] * (WIDTH // CHUNK) + chunks[:, None]
             in_row = chunks[:, None] * CHUNK < scored[None, :]
-            tl.store(maxima_ptr + chunk_offsets, maxima, mask=in_row)
+            tl.store(maxima_ptr + chunk_offsets, maxima, mask=in_row, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -288,13 +275,15 @@ def score_prefill(
             pages = load_pages(page_table_row_ptr, split, limit, BLOCK_GROUPS, GROUPS_PER_PAGE)
             for tile in tl.range(split, tl.cdiv(limit, BLOCK_GROUPS), SPLITS, num_stages=STAGES):
                 groups = tile * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+                group_pages = pages_of_groups(pages, BLOCK_GROUPS, GROUPS_PER_PAGE)
                 keys, mapped = load_keys(
-                    compressed_cache_ptr, pages, groups, DIM, BLOCK_DIM, GROUPS_PER_PAGE, NUM_PAGES
-                )
+                    compressed_cache_ptr, group_pages, groups, DIM, BLOCK_DIM, GROUPS_PER_PAGE,
+                    NUM_PAGES, "",
+                )  # fmt: skip
                 pages = load_pages(
                     page_table_row_ptr, tile + SPLITS, limit, BLOCK_GROUPS, GROUPS_PER_PAGE
                 )
-                keys = tl.trans(keys.to(query.dtype))
+                keys = tl.trans(widen(keys, query.dtype))
                 products = tl.dot(query, keys, input_precision="ieee")
                 products = tl.reshape(products, [HEAD_PAIRS, BLOCK_ROWS // 8, 2, 8, BLOCK_GROUPS])
                 products = tl.permute(products, [1, 3, 4, 0, 2])
