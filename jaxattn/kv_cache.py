@@ -23,9 +23,9 @@ from .decode import AnyArray, Scale
 SCATTERED_ON_CPU = ("float32", "float16")
 SCALES = ("k_scale", "v_scale")
 PLACES = ("page_table", "positions", "request_ids", "slots")
-# XLA's scatter takes 2.8 us for 64 rows, the kernel 2.7 in bf16 and 3.7 in e4m3; for 1024 rows 4.7
-# against 3.3 (tests/bench/RESULTS.md).
-LAUNCHED_ROWS = 1024
+# XLA's scatter takes 2.7 us for 64 rows, the kernel 1.9 in bf16 and 3.8 in e4m3; for 256 rows 4.6
+# against 3.5 and 3.2 (tests/bench/RESULTS.md).
+LAUNCHED_ROWS = 256
 
 
 def append_kv(
@@ -46,7 +46,7 @@ def append_kv(
 
     Pure: the caches that were passed keep their values. Donate them to the surrounding jit
     (`donate_argnums`) and XLA writes in place, without a copy. vmap and gradients are refused. Over
-    a mesh each device writes to its own KV heads or pages. On a GPU fewer than 1024 rows are
+    a mesh each device writes to its own KV heads or pages. On a GPU fewer than 256 rows are
     written by XLA's scatter, more by torch_core's kernel where jax-triton works: the same bits.
 
     Args:

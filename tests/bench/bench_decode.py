@@ -238,7 +238,7 @@ def pallas() -> None:
             tuple(jnp.transpose(cache, (2, 0, 1, 3)) for cache in pair) for pair in arrays.caches
         ]
         figures = {}
-        for splits, pages in itertools.product((4, 16), (1, 2)):
+        for splits, pages in itertools.product((4, 16), (1, 2, 8)):
             call = functools.partial(
                 paged_attention, k_splits=splits, pages_per_compute_block=pages
             )

@@ -153,7 +153,10 @@ def append() -> None:
         "| tokens | cache | jax, own kernel us | jax, XLA scatter us | torch us | FlashInfer us |"
     )
     print("|---|---|---|---|---|---|")
-    for tokens, dtype in ((1, "bf16"), *itertools.product((64, 1024, 8192), ("bf16", "e4m3"))):
+    for tokens, dtype in (
+        (1, "bf16"),
+        *itertools.product((64, 256, 512, 1024, 8192), ("bf16", "e4m3")),
+    ):
         kind = dict(bf16=torch.bfloat16, e4m3=torch.float8_e4m3fn)[dtype]
         pages, batch = 8192, min(tokens, 64)
         cache = [torch.zeros(pages, PAGE, KV_HEADS, DIM, device="cuda").to(kind) for _ in range(2)]
