@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import jaxattn
@@ -35,7 +35,7 @@ def fuzz(share: float):
         derandomize="JAXATTN_FUZZ" not in os.environ,
         deadline=None,
         database=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
 
@@ -130,7 +130,14 @@ def as_tuple(results: Any) -> tuple:
     return results if isinstance(results, tuple) else (results,)
 
 
+# Found once: float32 sums in one order are near the exact ones by chance, here and in FEW below.
+ONE_ELEMENT = Case("fuzz", (1, 8), q_lens=(0, 1), num_qo_heads=1, num_kv_heads=1, head_dim=1,
+                   kv_dtype=FP8[0], extra_pages=2, extra_rows=1,
+                   options=dict(soft_cap=4.0, causal=False))  # fmt: skip
+
+
 @fuzz(0.36)
+@example(case=ONE_ELEMENT, seed=6259, with_out=False, views=False)
 @given(case=cases(), seed=st.integers(0, 2**16), with_out=st.booleans(), views=st.booleans())
 def test_torch_attention_equals_oracle(case, seed, with_out, views):
     """A valid call is answered, into `out` where that is given."""
@@ -529,7 +536,15 @@ def jax_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+FEW = [
+    (POOL[5], 23, dict(seq_lens=[16, 0, 0], q_lens=[1, 0, 0], sm_scale=0.7)),
+    (POOL[2], 10, dict(seq_lens=[12, 0, 0], sm_scale=1, k_scale=2)),
+]
+
+
 @fuzz(0.05)
+@example(FEW[0])
+@example(FEW[1])
 @given(pooled())
 def test_jax_attention_equals_oracle(drawn):
     """A valid call is answered."""
