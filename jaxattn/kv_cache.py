@@ -23,8 +23,8 @@ from .decode import AnyArray, Scale
 SCATTERED_ON_CPU = ("float32", "float16")
 SCALES = ("k_scale", "v_scale")
 PLACES = ("page_table", "positions", "request_ids", "slots")
-# XLA's scatter takes 2.7 us for 64 rows, the kernel 1.9 in bf16 and 3.8 in e4m3; for 256 rows 4.6
-# against 3.5 and 3.2 (tests/bench/RESULTS.md).
+# XLA's scatter takes 2.6 to 2.9 us for 64 rows, the kernel 1.9 to 3.0 in bf16 and 3.4 to 4.1 in
+# e4m3; from 256 rows on the kernel was faster in both (tests/bench/RESULTS.md).
 LAUNCHED_ROWS = 256
 
 

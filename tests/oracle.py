@@ -46,7 +46,7 @@ def attention(
     scale *= 1.0 if k_scale is None else float(k_scale)
     if query.dtype.name == "float8_e4m3fn" and q_scale is not None:
         scale *= float(q_scale)
-    dims = np.arange(head_dim) if order is None else order.permutation(head_dim)
+    dims = slice(None) if order is None else order.permutation(head_dim)
     for request in range(batch):
         begin, end = int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1])
         length = int(seq_lens[request])

@@ -158,7 +158,9 @@ def _arguments(
     overlaps: bool,
 ) -> dict[str, Any]:
     """Keyword arguments of a kernel, in one order: Triton's cache key is made from their text."""
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    if overlaps and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        options["launch_pdl"] = True  # programmatic dependent launch
-    return {**pointers, **dict(constants), **options}
+    options = {**dict(constants), "num_warps": num_warps, "num_stages": num_stages}
+    # Programmatic dependent launch. Under the interpreter there is no GPU.
+    if "OVERLAPS" in options and torch.cuda.is_available():
+        options["OVERLAPS"] = torch.cuda.get_device_capability() >= (9, 0)
+        options["launch_pdl"] = overlaps and options["OVERLAPS"]
+    return {**pointers, **options}

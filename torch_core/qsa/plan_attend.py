@@ -202,7 +202,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     )
     if count == 1:
         return (single,)
-    splits = ("SPLITS", count)
+    splits, overlaps = ("SPLITS", count), ("OVERLAPS", False)
     states = (problem.num_rows, problem.num_qo_heads, count)
     split = replace(
         single,
@@ -214,7 +214,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("partial", (*states, problem.head_dim), "float32"),
             ("state", (*states, 2), "float32"),
         ),
-        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks),
+        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks, overlaps),
     )
     merge = Launch(
         kernel="attend:merge",
@@ -227,6 +227,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("BLOCK_SPLITS", power_of_two(count)),
             ("BLOCK_DIM", tuning.merge_dim),
             ("GATE", gate),
+            overlaps,
         ),
         num_warps=4,
         num_stages=1,

@@ -185,7 +185,8 @@ def _score_decode(
     query_len = problem.decode_query_len
     num_requests = num_rows // query_len
     groups = tuning.decode_groups
-    # One tile for each program, up to a number that tables of far longer requests do not multiply.
+    # A tile or two for each program at 131072 tokens. More programs would all start, and mostly end
+    # at once, where the table is for far longer requests than there are.
     splits = tuning.decode_splits or (512 if num_requests == 1 else 256)
     splits = min(splits, -(-problem.max_groups // groups))
     return Launch(

@@ -300,6 +300,7 @@ def decode_split(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (rows * NUM_KV_HEADS, SPLITS): TILES tiles of a list each. The KV heads of a row, whose
     keys lie side by side, start together, and the last splits, which have little to read, last.
@@ -321,7 +322,7 @@ def decode_split(
     d = tl.arange(0, HEAD_DIM)
     states = (row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m) * SPLITS + split
     mask = m < GROUP
-    launch_next()
+    launch_next(OVERLAPS)
     tl.store(partial_ptr + states[:, None] * HEAD_DIM + d[None, :], acc, mask=mask[:, None])
     tl.store(state_ptr + states * 2, top, mask=mask)
     tl.store(state_ptr + states * 2 + 1, total, mask=mask)
@@ -340,9 +341,10 @@ def merge(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     GATE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (rows * NUM_QO_HEADS, HEAD_DIM // BLOCK_DIM): joins the splits of one row and head."""
-    wait_for_last()
+    wait_for_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)

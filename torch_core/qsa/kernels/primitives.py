@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.language.target_info import cuda_capability_geq
 
 # Ranks a score that is no candidate: below every other, so that no bound reaches it.
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
@@ -12,17 +11,17 @@ ALL_TIES: tl.constexpr = tl.constexpr(0x7FFF)
 
 
 @triton.jit
-def launch_next():
+def launch_next(OVERLAPS: tl.constexpr):
     """Lets a next launch that `overlaps` start; its programs then wait for this launch's end."""
-    if cuda_capability_geq(9, 0):
+    if OVERLAPS:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_last():
+def wait_for_last(OVERLAPS: tl.constexpr):
     """Waits until the last launch has ended and its writes are seen: to be called before all else
     by the kernel of a launch that `overlaps`."""
-    if cuda_capability_geq(9, 0):
+    if OVERLAPS:
         gdc_wait()
 
 

@@ -20,7 +20,7 @@ def load_pages(
     """Pages of a tile's groups below limit, else -1: one by one where they are few, so that no
     thread waits for another's; else a page for each group.
 
-    To be loaded tiles ahead: the asynchronous copies of keys, which end in order, then wait for no
+    To be loaded a tile ahead: the asynchronous copies of keys, which end in order, then wait for no
     page."""
     if BLOCK_GROUPS % GROUPS_PER_PAGE == 0 and BLOCK_GROUPS // GROUPS_PER_PAGE <= MOST_SCALARS:
         NUM: tl.constexpr = BLOCK_GROUPS // GROUPS_PER_PAGE
@@ -61,7 +61,7 @@ def load_keys(
 ):
     """(keys [groups, BLOCK_DIM], mapped [groups]): zeros where not mapped."""
     mapped = pages.to(tl.uint32) < NUM_PAGES
-    # Unsigned: division by a power of two is then one shift.
+    # Unsigned: the remainder by a power of two is then one instruction.
     within = (groups.to(tl.uint32) % GROUPS_PER_PAGE).to(tl.int64)
     rows = pages.to(tl.int64) * GROUPS_PER_PAGE + within
     dims = tl.arange(0, BLOCK_DIM)
