@@ -1,8 +1,10 @@
 """Kernels of attend against float64 NumPy, each path by its tuning."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -510,3 +512,34 @@ def test_rows_past_65535(path: str) -> None:
     results = run(case, path, "cuda")
     assert not results["out"].isnan().any()
     verify(case, results, [*range(65530, 65545), *range(69990, 70000)])
+
+
+@pytest.mark.parametrize("capability, able", [((8, 0), False), ((9, 0), True), ((10, 3), True)])
+def test_merge_overlaps_its_split_where_the_gpu_can(monkeypatch, capability, able):
+    """Both kernels are compiled for it, and only merge is launched early, in calls and warm-up."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    case = make([[500]], topk=100)
+    chain = plan_attend(case.problem, gate=False)
+    assert [record.kernel for record in chain] == ["attend:decode_split", "attend:merge"]
+    launched, warmed = [], []
+
+    class Kernel:
+        device_caches: ClassVar[dict] = {}
+
+        def __getitem__(self, grid):
+            return lambda **options: launched.append(options)
+
+        def warmup(self, grid, **options):
+            warmed.append(options)
+            return SimpleNamespace(run=None)
+
+    monkeypatch.setattr(launch, "load", lambda name: Kernel())
+    launch.run(chain, case.arrays)
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in case.arrays.items()}
+    for wanted in sorted(launch.specializations(chain, dtypes)):
+        launch.compile_ahead(wanted)
+    for options in (launched, warmed):
+        assert [one["OVERLAPS"] for one in options] == [able, able]
+        assert [one["launch_pdl"] for one in options] == [False, able]
