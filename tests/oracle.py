@@ -27,11 +27,21 @@ def attention(
     v_scale=None,
     kv_layout="NHD",
     dtype=np.float64,
-    order=None,
+    noise=None,
     **_ignored,
 ):
-    """Returns (out, lse) in `dtype` for a decode call (no cu_seqlens_q) or a prefill call. Sums go
-    over keys and head_dim as they lie, or in a random order by the generator `order`."""
+    """Returns (out, lse) in `dtype` for a decode call (no cu_seqlens_q) or a prefill call.
+
+    By the generator `noise`, as another program for the same maths might: sums in a random order,
+    and the result of each step moved at random by up to half a unit in the last place.
+    """
+
+    def moved(x):
+        if noise is None:
+            return x
+        shift = noise.uniform(-0.5, 0.5, np.shape(x)) * np.finfo(dtype).eps
+        return (x * (1 + shift)).astype(dtype)
+
     batch = len(seq_lens)
     if cu_seqlens_q is None:
         cu_seqlens_q = np.arange(batch + 1) * q_len
@@ -46,7 +56,7 @@ def attention(
     scale *= 1.0 if k_scale is None else float(k_scale)
     if query.dtype.name == "float8_e4m3fn" and q_scale is not None:
         scale *= float(q_scale)
-    dims = slice(None) if order is None else order.permutation(head_dim)
+    dims = slice(None) if noise is None else noise.permutation(head_dim)
     for request in range(batch):
         begin, end = int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1])
         length = int(seq_lens[request])
@@ -68,22 +78,22 @@ def attention(
                     bool,
                 )
             at = np.flatnonzero(seen)
-            at = at if order is None else order.permutation(at)
+            at = at if noise is None else noise.permutation(at)
             for head in range(num_qo_heads):
                 kv_head = head // group_size
                 row_query = query[row, head, dims].astype(dtype)
-                scores = key[at, kv_head][:, dims] @ row_query * dtype(scale)
+                scores = moved(moved(key[at, kv_head][:, dims] @ row_query) * dtype(scale))
                 if soft_cap is not None:
-                    scores = dtype(soft_cap) * np.tanh(scores / dtype(soft_cap))
+                    scores = moved(dtype(soft_cap) * moved(np.tanh(scores / dtype(soft_cap))))
                 parts = scores if sinks is None else np.append(scores, dtype(sinks[head]))
                 if len(parts) == 0:
                     continue
                 top = parts.max()
-                total = np.exp(parts - top).sum()
-                lse[row, head] = np.log(total) + top
-                weights = np.exp(scores - top) / total
+                total = moved(np.exp(parts - top).sum())
+                lse[row, head] = moved(moved(np.log(total)) + top)
+                weights = moved(moved(np.exp(scores - top)) / total)
                 factor = dtype(1.0 if v_scale is None else float(v_scale))
-                out[row, head] = weights @ value[at, kv_head] * factor
+                out[row, head] = moved(moved(weights @ value[at, kv_head]) * factor)
     return out, lse
 
 
