@@ -50,14 +50,7 @@ def run(
                     memory[name] = torch.empty(shape, dtype=dtype, device=device)
                 arrays[name] = pointers[f"{name}_ptr"] = memory[name]
             if all(launch.grid):
-                arguments = _arguments(
-                    pointers,
-                    launch.constants,
-                    launch.num_warps,
-                    launch.num_stages,
-                    launch.overlaps,
-                )
-                load(launch.kernel)[launch.grid](**arguments)
+                load(launch.kernel)[launch.grid](**_arguments(pointers, launch))
     return arrays
 
 
@@ -127,10 +120,7 @@ def compile_ahead(wanted: Specialization) -> bool:
     kernel = load(wanted.kernel)
     before = _count(kernel)
     mocks = {name: MockTensor(getattr(torch, dtype)) for name, dtype in wanted.pointers}
-    arguments = _arguments(
-        mocks, wanted.constants, wanted.num_warps, wanted.num_stages, wanted.overlaps
-    )
-    compiled = kernel.warmup(grid=(1,), **arguments)
+    compiled = kernel.warmup(grid=(1,), **_arguments(mocks, wanted))
     compiled.run  # noqa: B018 - loads the binary, which a stream capture could not
     return _count(kernel) > before
 
@@ -150,17 +140,12 @@ def inputs_of(launch: Launch) -> list[tuple[str, str]]:
     return [(f"{parameter}_ptr", name) for parameter, name in map(names_of, launch.inputs)]
 
 
-def _arguments(
-    pointers: Mapping[str, Any],
-    constants: tuple[tuple[str, Any], ...],
-    num_warps: int,
-    num_stages: int,
-    overlaps: bool,
-) -> dict[str, Any]:
+def _arguments(pointers: Mapping[str, Any], launch: Launch | Specialization) -> dict[str, Any]:
     """Keyword arguments of a kernel, in one order: Triton's cache key is made from their text."""
-    options = {**dict(constants), "num_warps": num_warps, "num_stages": num_stages}
+    options = dict(launch.constants)
+    options |= {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     # Programmatic dependent launch. Under the interpreter there is no GPU.
     if "OVERLAPS" in options and torch.cuda.is_available():
         options["OVERLAPS"] = torch.cuda.get_device_capability() >= (9, 0)
-        options["launch_pdl"] = overlaps and options["OVERLAPS"]
+        options["launch_pdl"] = launch.overlaps and options["OVERLAPS"]
     return {**pointers, **options}
