@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import device_capability
 from .plan import Chain, Launch
 
 
@@ -145,7 +146,7 @@ def _arguments(pointers: Mapping[str, Any], launch: Launch | Specialization) -> 
     options = dict(launch.constants)
     options |= {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     # Programmatic dependent launch. Under the interpreter there is no GPU.
-    if "OVERLAPS" in options and torch.cuda.is_available():
-        options["OVERLAPS"] = torch.cuda.get_device_capability() >= (9, 0)
+    if "OVERLAPS" in options and (capability := device_capability()):
+        options["OVERLAPS"] = capability >= 90
         options["launch_pdl"] = launch.overlaps and options["OVERLAPS"]
     return {**pointers, **options}

@@ -518,7 +518,7 @@ def test_rows_past_65535(path: str) -> None:
 def test_merge_overlaps_its_split_where_the_gpu_can(monkeypatch, capability, able):
     """Both kernels are compiled for it, and only merge is launched early, in calls and warm-up."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     case = make([[500]], topk=100)
     chain = plan_attend(case.problem, gate=False)
