@@ -11,30 +11,15 @@ from .attend import attend_row, slot_of, softmax_update, store_lse, store_out
 
 
 @triton.jit
-def find_in_row(
-    token_indices_ptr,
-    counts_ptr,
-    row,
-    wanted,
-    mask,
-    NUM_SELECTED: tl.constexpr,
-    COMPRESS_RATIO: tl.constexpr,
-    TOPK_BITS: tl.constexpr,
-):
-    """Whether each of `wanted` (first tokens of groups) is among the row's ascending groups, and
-    how many of these are smaller."""
-    tokens_ptr = token_indices_ptr + row * NUM_SELECTED
-    count = tl.minimum(tl.maximum(tl.load(counts_ptr + row), 0), NUM_SELECTED)
-    groups = count // COMPRESS_RATIO
-    below = tl.zeros_like(wanted)
-    for bit in tl.static_range(TOPK_BITS):
-        probe = below + (1 << (TOPK_BITS - 1 - bit))
-        inside = mask & (probe <= groups)
-        first = tl.load(tokens_ptr + (probe - 1) * COMPRESS_RATIO, mask=inside, other=0)
-        below = tl.where(inside & (first < wanted), probe, below)
-    inside = mask & (below < groups)
-    first = tl.load(tokens_ptr + below * COMPRESS_RATIO, mask=inside, other=0)
-    return inside & (first == wanted), below
+def find_in_row(firsts_ptr, wanted, LENGTH: tl.constexpr, TOPK_BITS: tl.constexpr):
+    """Whether each of `wanted` (first tokens of groups) is among LENGTH ascending ones, of which
+    the last is larger than any, and how many of these are smaller."""
+    HALF: tl.constexpr = 1 << (TOPK_BITS - 1)
+    below = tl.where(tl.load(firsts_ptr + (LENGTH - HALF - 1)) < wanted, LENGTH - HALF, 0)
+    for bit in tl.static_range(1, TOPK_BITS):
+        probe = below + (HALF >> bit)
+        below = tl.where(tl.load(firsts_ptr + probe - 1) < wanted, probe, below)
+    return tl.load(firsts_ptr + below) == wanted, below
 
 
 @triton.jit
@@ -54,7 +39,9 @@ def join_rows(
     TILE_ROWS: tl.constexpr,
     CAPACITY: tl.constexpr,
     TOPK_BITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
     MAX_UNION: tl.constexpr,
 ):
     """Grid (tiles, rows of the last tile): a grid may depend on the number of rows, a constexpr may
@@ -66,93 +53,105 @@ def join_rows(
     has, then its tail. header[tile]: entries up to the end of each row [TILE_ROWS], end of each
     row's run [TILE_ROWS], rows in the tile, whether to walk them one by one, number of tiles. They
     are walked one by one if a list is of another form, or if the groups are more than MAX_UNION
-    percent of those listed.
+    percent of those listed; not for the latter in a last tile of few rows, which takes no longer
+    than others, and starts first.
 
-    A row looks its new groups up in the rows after it only, and marks what it finds there: where
-    the mark of group i of row a is kept, slots[a * (topk + 1) + i], no row up to a - 1 puts an
-    entry, and row a only once the mark is read."""
-    MARKS: tl.constexpr = CAPACITY // TILE_ROWS
+    A row looks its new groups up in the rows after it only, and marks what it finds there. Until
+    its turn, a row keeps the mark and the first token of its group i where entry
+    a * (topk + 1) + i will be: the rows before it put no entry there, and the row itself only once
+    it has read both."""
+    LENGTH: tl.constexpr = CAPACITY // TILE_ROWS
+    LAST: tl.constexpr = 2147483647
     tile = tl.program_id(0)
     if tl.program_id(1) == 0:
         rows = tl.where(tile == tl.num_programs(0) - 1, tl.num_programs(1), TILE_ROWS)
         i = tl.arange(0, BLOCK_GROUPS)
+        j = tl.arange(0, COMPRESS_RATIO)
+        e = tl.arange(0, BLOCK_ENTRIES)
+        r = tl.arange(0, BLOCK_ROWS)
         header_ptr += tile.to(tl.int64) * (2 * TILE_ROWS + 3)
         slots_ptr += tile.to(tl.int64) * CAPACITY
         words_ptr += tile.to(tl.int64) * CAPACITY
         first_row = tile.to(tl.int64) * TILE_ROWS
-        for begin in range(0, CAPACITY, BLOCK_GROUPS):
-            tl.store(slots_ptr + begin + i, tl.zeros_like(i), mask=begin + i < CAPACITY)
-        used = 0
-        listed = 0
-        joined = 0
-        apart = 0
+        requests = tl.load(request_ids_ptr + first_row + r, mask=r < rows, other=-1)
+        counts = tl.load(counts_ptr + first_row + r, mask=r < rows, other=0)
+        counts = tl.where(requests >= 0, tl.minimum(tl.maximum(counts, 0), NUM_SELECTED), 0)
+        groups_of = counts // COMPRESS_RATIO
+        tails = counts - groups_of * COMPRESS_RATIO
+        in_tail = j[None, :] < tails[:, None]
+        tails_ptr = token_indices_ptr + (first_row + r) * NUM_SELECTED + groups_of * COMPRESS_RATIO
+        tail_tokens = tl.load(tails_ptr[:, None] + j[None, :], mask=in_tail, other=0) - j[None, :]
+        tail_first = tl.max(tl.where(in_tail, tail_tokens, 0), 1)
+        unsound = (tail_tokens != tail_first[:, None]) | (tail_first % COMPRESS_RATIO != 0)[:, None]
+        apart = tl.max(tl.max((in_tail & unsound).to(tl.int32), 1), 0)
+        tail_slots = slot_of(
+            page_table_ptr, tl.maximum(requests, 0), tail_first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
+        )
+        has_tail = (tails > 0) & (tail_slots >= 0)
+        fault = i < 0
         for a in range(0, rows):
-            row = first_row + a
-            request = tl.load(request_ids_ptr + row)
-            count = tl.where(request >= 0, tl.load(counts_ptr + row), 0)
-            count = tl.minimum(tl.maximum(count, 0), NUM_SELECTED)
-            run_end = a + 1
-            same = a >= 0
-            for b in range(a + 1, rows):
-                same = same & (tl.load(request_ids_ptr + first_row + b) == request)
-                run_end += same.to(tl.int32)
-            tl.store(header_ptr + TILE_ROWS + a, run_end)
-            tokens_ptr = token_indices_ptr + row * NUM_SELECTED
-            groups = count // COMPRESS_RATIO
-            listed += groups
-            request_or_0 = tl.maximum(request, 0)
-            tl.debug_barrier()  # marks are other threads' stores
-            for begin in range(0, groups, BLOCK_GROUPS):
+            groups = tl.sum(tl.where(r == a, groups_of, 0), 0)
+            tokens_ptr = token_indices_ptr + (first_row + a) * NUM_SELECTED
+            for begin in range(0, LENGTH - 1, BLOCK_GROUPS):
                 group = begin + i
                 present = group < groups
-                first = tl.load(tokens_ptr + group * COMPRESS_RATIO, mask=present, other=0)
+                first = tl.load(tokens_ptr + group * COMPRESS_RATIO, mask=present, other=LAST)
                 before = tl.load(
-                    tokens_ptr + (group - 1) * COMPRESS_RATIO,
-                    mask=present & (group > 0),
-                    other=-2147483648,
+                    tokens_ptr + (group - 1) * COMPRESS_RATIO, mask=present & (group > 0), other=-1
                 )
-                fault = present & (
-                    (first < 0) | (first % COMPRESS_RATIO != 0) | ((group > 0) & (before >= first))
-                )
-                for j in tl.static_range(1, COMPRESS_RATIO):
-                    token = tl.load(tokens_ptr + group * COMPRESS_RATIO + j, mask=present, other=0)
-                    fault = fault | (present & (token != first + j))
-                apart = tl.maximum(apart, tl.max(fault.to(tl.int32), 0))
+                fault = fault | (present & ((first <= before) | (first % COMPRESS_RATIO != 0)))
+                for k in tl.static_range(1, COMPRESS_RATIO):
+                    token = tl.load(tokens_ptr + group * COMPRESS_RATIO + k, mask=present, other=0)
+                    fault = fault | (present & (token != first + k))
+                at = a * LENGTH + group
+                tl.store(slots_ptr + at, tl.zeros_like(i), mask=group < LENGTH - 1)
+                tl.store(words_ptr + at, first, mask=group < LENGTH - 1)
+            tl.store(words_ptr + a * LENGTH + LENGTH - 1, LAST)
+        apart = tl.maximum(apart, tl.max(fault.to(tl.int32), 0))
+        used = 0
+        joined = 0
+        ends = tl.zeros_like(r)
+        run_ends = tl.zeros_like(r)
+        for a in range(0, rows):
+            groups = tl.sum(tl.where(r == a, groups_of, 0), 0)
+            request = tl.sum(tl.where(r == a, requests, 0), 0)
+            run_end = tl.min(tl.where((r > a) & (requests != request), r, rows), 0)
+            request_or_0 = tl.maximum(request, 0)
+            first_entry = used
+            tl.debug_barrier()  # what follows reads other threads' stores
+            for begin in range(0, groups, BLOCK_GROUPS):
+                at = a * LENGTH + begin + i
+                present = begin + i < groups
+                mark = tl.load(slots_ptr + at, mask=present, other=1)
+                first = tl.load(words_ptr + at, mask=present, other=0)
                 slot = slot_of(
                     page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
                 )
-                word = tl.zeros_like(first) + ((1 << a) | (COMPRESS_RATIO << 16))
-                mark = tl.load(slots_ptr + a * MARKS + group, mask=present, other=1)
                 fresh = present & (slot >= 0) & (mark == 0)
-                for b in range(a + 1, run_end):
-                    found, rank = find_in_row(
-                        token_indices_ptr, counts_ptr, first_row + b, first, fresh, NUM_SELECTED,
-                        COMPRESS_RATIO, TOPK_BITS,
-                    )  # fmt: skip
-                    word = word | (found.to(tl.int32) << b)
-                    tl.store(slots_ptr + b * MARKS + rank, word, mask=found)
                 place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
                 tl.store(slots_ptr + place, slot, mask=fresh)
-                tl.store(words_ptr + place, word, mask=fresh)
-                added = tl.sum(fresh.to(tl.int32), 0)
-                used += added
-                joined += added
-            tail = count - groups * COMPRESS_RATIO
-            first = tl.load(tokens_ptr + groups * COMPRESS_RATIO, mask=tail > 0, other=0)
-            fault = (first < 0) | (first % COMPRESS_RATIO != 0)
-            for j in tl.static_range(1, COMPRESS_RATIO):
-                token = tl.load(
-                    tokens_ptr + groups * COMPRESS_RATIO + j, mask=tail > j, other=first + j
-                )
-                fault = fault | (token != first + j)
-            apart = tl.maximum(apart, fault.to(tl.int32))
-            slot = slot_of(page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES)
-            present = (tail > 0) & (slot >= 0)
-            tl.store(slots_ptr + used, slot, mask=present)
-            tl.store(words_ptr + used, (1 << a) | (tail << 16), mask=present)
-            used += present.to(tl.int32)
-            tl.store(header_ptr + a, used)
-        apart = tl.where(joined * 100 > listed * MAX_UNION, 1, apart)
+                tl.store(words_ptr + place, first, mask=fresh)
+                used += tl.sum(fresh.to(tl.int32), 0)
+            joined += used - first_entry
+            tl.debug_barrier()
+            for begin in range(first_entry, used, BLOCK_ENTRIES):
+                entry = begin + e
+                first = tl.load(words_ptr + entry, mask=entry < used, other=-1)
+                word = tl.zeros_like(first) + ((1 << a) | (COMPRESS_RATIO << 16))
+                for b in range(a + 1, run_end):
+                    found, rank = find_in_row(words_ptr + b * LENGTH, first, LENGTH, TOPK_BITS)
+                    word = word | (found.to(tl.int32) << b)
+                    tl.store(slots_ptr + b * LENGTH + rank, word, mask=found)
+                tl.store(words_ptr + entry, word, mask=entry < used)
+            used += tl.sum(tl.where(r == a, has_tail.to(tl.int32), 0), 0)
+            ends = tl.where(r == a, used, ends)
+            run_ends = tl.where(r == a, run_end, run_ends)
+        tl.store(slots_ptr + ends - 1, tail_slots, mask=has_tail)
+        tl.store(words_ptr + ends - 1, (1 << r) | (tails << 16), mask=has_tail)
+        tl.store(header_ptr + r, ends, mask=r < rows)
+        tl.store(header_ptr + TILE_ROWS + r, run_ends, mask=r < rows)
+        many = (2 * rows > TILE_ROWS) & (joined * 100 > tl.sum(groups_of, 0) * MAX_UNION)
+        apart = tl.where(many, 1, apart)
         tl.store(header_ptr + 2 * TILE_ROWS, rows)
         tl.store(header_ptr + 2 * TILE_ROWS + 1, apart)
         tl.store(header_ptr + 2 * TILE_ROWS + 2, tl.num_programs(0))
