@@ -178,7 +178,7 @@ def merge_states(
         if not isinstance(out, tuple | list) or len(out) != 2:
             raise TypeError(f"out must be (out, lse), got {type(out).__name__}")
         launch.require_out("out", out[0], out_a.shape, out_a.dtype, out_a.device)
-        launch.require_out("lse", out[1], lse_a.shape, lse_a.dtype, lse_a.device)
+        launch.require_out("out: lse", out[1], lse_a.shape, lse_a.dtype, lse_a.device)
     with torch.no_grad():
         merged = reference.merge(out_a, lse_a, out_b, lse_b)
         if out is None:

@@ -43,7 +43,7 @@ def attend(
     with torch.no_grad():
         debug.check(lambda: reference.check(problem, inputs))
         if hasattr(module, "bind"):
-            _require_start("out: out", result)
+            _require_start("out", result)
             unit = module.stride_unit(problem)
             caches = _kernel_caches(inputs.key_cache, inputs.value_cache, unit)
             inputs = inputs._replace(**dict(zip(binding.CACHES, caches, strict=True)))
@@ -126,7 +126,7 @@ def _outputs(
     """The tensors to write: the caller's, checked, or new ones."""
     wanted: list[tuple] = [("out", problem.out_shape, getattr(torch, problem.out_dtype))]
     if problem.return_lse:
-        wanted.append(("lse", problem.lse_shape, torch.float32))
+        wanted.append(("out: lse", problem.lse_shape, torch.float32))
     if out is None:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in wanted]
     else:
@@ -137,7 +137,7 @@ def _outputs(
         for tensor, (name, shape, dtype) in zip(tensors, wanted, strict=True):
             require_out(name, tensor, shape, dtype, device)
             if not tensor.is_contiguous():
-                raise ValueError(f"out: {name} must be contiguous, got strides {tensor.stride()}")
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     return tensors[0], tensors[1] if problem.return_lse else None
 
 
@@ -146,11 +146,11 @@ def require_out(
 ) -> None:
     """Checks a tensor that the caller gives for a result."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"out: {name} must be a tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if (tuple(tensor.shape), tensor.dtype, tensor.device) != (tuple(shape), dtype, device):
         error = TypeError if tensor.dtype != dtype else ValueError
         raise error(
-            f"out: {name} must be {_short(dtype)} {list(shape)} on {device}, "
+            f"{name} must be {_short(dtype)} {list(shape)} on {device}, "
             f"got {_short(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
         )
 

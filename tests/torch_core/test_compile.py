@@ -189,8 +189,8 @@ WRONG = [
     ("seq_lens", dict(seq_lens=torch.zeros(2, dtype=torch.int64)), "seq_lens must be int32"),
     ("page_table", dict(page_table=torch.zeros(3, 2, dtype=torch.int32)), "seq_lens must be int32"),
     ("query", dict(query=torch.zeros(3, 4, 16)), "query must have batch * q_len"),
-    ("out_dtype", dict(out=torch.zeros(2, 4, 16, dtype=torch.bfloat16)), "out: out must be"),
-    ("out_shape", dict(out=torch.zeros(3, 2, 4, 16)), "out: out must be"),
+    ("out_dtype", dict(out=torch.zeros(2, 4, 16, dtype=torch.bfloat16)), "out must be"),
+    ("out_shape", dict(out=torch.zeros(3, 2, 4, 16)), "out must be"),
     ("out_count", dict(out=(torch.zeros(2, 4, 16), torch.zeros(2, 4))), "out must be one tensor"),
 ]  # fmt: skip
 

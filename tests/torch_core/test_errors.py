@@ -88,17 +88,17 @@ OWN = [
     ("out_without_lse", call("decode", out=OUT, return_lse=True),
      ValueError, "out must be (out, lse), got 1 tensors"),
     ("out_type", call("decode", out=np.zeros((4, 4, 16), np.float32)),
-     TypeError, "out: out must be a tensor, got ndarray"),
+     TypeError, "out must be a tensor, got ndarray"),
     ("out_dtype", call("decode", out=OUT.bfloat16()),
-     TypeError, "out: out must be float32 [4, 4, 16] on cpu, got bfloat16 [4, 4, 16] "
+     TypeError, "out must be float32 [4, 4, 16] on cpu, got bfloat16 [4, 4, 16] "
      "on cpu"),
     ("out_shape", call("decode", out=OUT[:3]),
-     ValueError, "out: out must be float32 [4, 4, 16] on cpu, got float32 [3, 4, 16] "
+     ValueError, "out must be float32 [4, 4, 16] on cpu, got float32 [3, 4, 16] "
      "on cpu"),
     ("lse_shape", call("decode", out=(OUT, LSE[:3]), return_lse=True),
      ValueError, "out: lse must be float32 [4, 4] on cpu, got float32 [3, 4] on cpu"),
     ("out_strides", call("decode", out=torch.zeros(4, 16, 4).transpose(1, 2)),
-     ValueError, "out: out must be contiguous, got strides (64, 1, 4)"),
+     ValueError, "out must be contiguous, got strides (64, 1, 4)"),
     ("cache_strides", lambda: launch._kernel_caches(
         torch.zeros(6, 8, 2, 16), torch.zeros(6, 2, 8, 16).transpose(1, 2), 16),
      ValueError, "value_cache must have the strides of key_cache, with contiguous rows, got "

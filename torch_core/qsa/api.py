@@ -497,5 +497,5 @@ def _memory(query: Tensor, return_lse: bool, out: Any) -> dict[str, Tensor]:
     memory: dict[str, Tensor] = dict(zip(names, tensors, strict=True))
     require_out("out", memory["out"], query.shape, query.dtype, query.device)
     if return_lse:
-        require_out("lse", memory["lse"], query.shape[:2], torch.float32, query.device)
+        require_out("out: lse", memory["lse"], query.shape[:2], torch.float32, query.device)
     return memory

@@ -1,7 +1,7 @@
 """What kernels know about each row of a step, and how a step splits into decode and prefill."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,10 @@ def split_batch(cu_seqlens_q: Sequence[int], max_decode_query_len: int = 1) -> S
         TypeError: an offset is no integer.
     """
     most = checks.integer("max_decode_query_len", max_decode_query_len, 0)
+    if not isinstance(cu_seqlens_q, Iterable):
+        raise TypeError(
+            f"cu_seqlens_q must be a sequence of integers, got {type(cu_seqlens_q).__name__}"
+        )
     offsets = [checks.integer(f"cu_seqlens_q[{i}]", x, 0) for i, x in enumerate(cu_seqlens_q)]
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     if not offsets or offsets[0] or min(lengths, default=0) < 0:

@@ -154,6 +154,8 @@ WRONG = [
      "cu_seqlens_q must rise from 0, got []"),
     ("split_float", lambda: qsa.split_batch([0, 1.5]), TypeError,
      "cu_seqlens_q[1] must be a Python int known before the call, got float"),
+    ("split_none", lambda: qsa.split_batch(None), TypeError,
+     "cu_seqlens_q must be a sequence of integers, got NoneType"),
     ("split_most", lambda: qsa.split_batch([0, 1], -1), ValueError,
      "max_decode_query_len must be in [0, 2147483647], got -1"),
     ("split_decodes", wrong("build_metadata", num_decodes=3, decode_query_len=1), ValueError,
@@ -276,7 +278,7 @@ WRONG = [
     ("out_count", wrong("attend", out=torch.ones(3, 4, 16), return_lse=True), ValueError,
      "out must be (out, lse), got 1 tensors"),
     ("out_dtype", wrong("attend", out=torch.ones(3, 4, 16).half()), TypeError,
-     "out: out must be float32 [3, 4, 16] on cpu, got float16"),
+     "out must be float32 [3, 4, 16] on cpu, got float16"),
     ("pages_differ", wrong("attention", compressed_cache=torch.ones(4, 8, 1, 16)), ValueError,
      f"compressed_cache must be {FLOATS} or float8_e4m3fn [num_pages, 4, 1, index_dim] = "
      "[4, 4, 1, index_dim], got float32 [4, 8, 1, 16]"),
