@@ -30,7 +30,8 @@ for _name in ("torch_core", "torch_core.qsa"):
     sys.modules[_name] = _module
 sys.path.insert(0, str(ROOT))
 
-from torch_core.qsa.launch import compile_ahead, load, specializations  # noqa: E402
+from torch_core.qsa import launch  # noqa: E402
+from torch_core.qsa.launch import compile_ahead, specializations  # noqa: E402
 from torch_core.qsa.plan import Chain  # noqa: E402
 from torch_core.qsa.plan_select import SelectTuning, plan_expand, plan_select  # noqa: E402
 from torch_core.qsa.problem import QSAProblem  # noqa: E402
@@ -46,27 +47,17 @@ Step = Callable[[], object]
 
 def bind(chain: Chain, arrays: dict[str, torch.Tensor]) -> tuple[list[Step], dict]:
     """The launches of a chain on these arrays, with outputs allocated once; and all arrays."""
-    arrays, steps = dict(arrays), []
+    steps = []
     for record in chain:
-        given = {}
-        for name in record.inputs:
-            parameter, _, array = name.partition("=")
-            given[f"{parameter}_ptr"] = arrays[array or parameter]
-        memory = {new: arrays[old.partition("=")[2] or old] for old, new in record.aliases}
-        for name, shape, dtype in record.outputs:
-            if name not in memory:
-                memory[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
-            arrays[name] = given[f"{name}_ptr"] = memory[name]
-        kernel = load(record.kernel)[record.grid]
-        options = dict(num_warps=record.num_warps, num_stages=record.num_stages)
-        steps.append(functools.partial(kernel, **given, **dict(record.constants), **options))
+        given = arrays
+        arrays = launch.run((record,), given)
+        memory = {name: arrays[name] for name, _, _ in record.outputs}
+        steps.append(functools.partial(launch.run, (record,), given, memory))
     return steps, arrays
 
 
 def run(chain: Chain, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    steps, arrays = bind(chain, arrays)
-    for step in steps:
-        step()
+    arrays = launch.run(chain, arrays)
     torch.cuda.synchronize()
     return arrays
 
