@@ -52,9 +52,9 @@ def join_rows(
     rows of one request form a run, and each row adds the groups that no row of the run before it
     has, then its tail. header[tile]: entries up to the end of each row [TILE_ROWS], end of each
     row's run [TILE_ROWS], rows in the tile, whether to walk them one by one, number of tiles. They
-    are walked one by one if a list is of another form, or if the groups are more than MAX_UNION
-    percent of those listed; not for the latter in a last tile of few rows, which takes no longer
-    than others, and starts first.
+    are walked one by one if a list is of another form, or if the groups of several rows are more
+    than MAX_UNION percent of those listed. A single row, in the last tile, takes no longer than
+    other tiles, and starts first.
 
     A row looks its new groups up in the rows after it only, and marks what it finds there. Until
     its turn, a row keeps the mark and the first token of its group i where entry
@@ -150,8 +150,8 @@ def join_rows(
         tl.store(words_ptr + ends - 1, (1 << r) | (tails << 16), mask=has_tail)
         tl.store(header_ptr + r, ends, mask=r < rows)
         tl.store(header_ptr + TILE_ROWS + r, run_ends, mask=r < rows)
-        many = (2 * rows > TILE_ROWS) & (joined * 100 > tl.sum(groups_of, 0) * MAX_UNION)
-        apart = tl.where(many, 1, apart)
+        apart_pays = (rows > 1) & (joined * 100 > tl.sum(groups_of, 0) * MAX_UNION)
+        apart = tl.where(apart_pays, 1, apart)
         tl.store(header_ptr + 2 * TILE_ROWS, rows)
         tl.store(header_ptr + 2 * TILE_ROWS + 1, apart)
         tl.store(header_ptr + 2 * TILE_ROWS + 2, tl.num_programs(0))
