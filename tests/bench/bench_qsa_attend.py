@@ -4,9 +4,10 @@
 
 24 query and 2 KV heads of 256, bf16, ratio 4, budget 2048, pages of 64 in random order. Decode rows
 belong to requests of 16384 tokens; calls of one graph read other requests. Prefill is one chunk at
-the end of one request, four requests in turn. `random` draws each row's 512 groups anew; `shared`
-keeps 80% of the previous row's groups and draws the rest anew, both among the visible ones.
-Kernels are compiled in parallel processes first. Needs torch and triton only.
+the end of one request, four requests in turn, or comes with a row of each of several others.
+`random` draws each row's 512 groups anew; `shared` keeps 80% of the previous row's groups and draws
+the rest anew, both among the visible ones. Kernels are compiled in parallel processes first. Needs
+torch and triton only.
 """
 
 import functools
@@ -95,6 +96,7 @@ def tiles(tile_rows: int, vectors: int, tokens: int, warps: int, stages: int) ->
 
 ALL = 999  # tiles of a whole list
 PREFILL_SIZES = ((8192, 8192), (4096, 65536))  # rows, tokens
+MIXED_SIZES = ((8, 512), (32, 512), (32, 2048))  # decodes, prefill rows
 DECODE = {
     1: (
         Variant(),
@@ -147,11 +149,16 @@ def prefill_problem(num_rows: int, length: int):
     return problem_of(num_rows, num_requests=4, pages_per_seq=pages, num_pages=4 * pages)
 
 
+def mixed_problem(decodes: int, num_rows: int):
+    return problem_of(decodes + num_rows, **DECODE_PAGES, num_decodes=decodes)
+
+
 def all_work(sections: list[str]) -> list[tuple]:
     """(problem, variant), the slow to compile apart."""
     work = []
     if "prefill" in sections:
         work += [(prefill_problem(n, size), v) for n, size in PREFILL_SIZES for v in PREFILL]
+        work += [(mixed_problem(*sizes), Variant()) for sizes in MIXED_SIZES]
     if "decode" in sections:
         work += [(decode_problem(n), v) for n, variants in DECODE.items() for v in variants]
         work += [(decode_problem(32, "float8_e4m3fn"), v) for v in E4M3]
@@ -337,6 +344,20 @@ def prefill_sets(base, problem, positions, keep: float, rng) -> list[dict[str, t
     return [base | shared | dict(query=query, request_ids=i) for i in ids]
 
 
+def mixed_sets(base, decodes: int, num_rows: int, rng) -> list[dict[str, torch.Tensor]]:
+    """The last request's prefill chunk behind a row of each of `decodes` others."""
+    positions = rng.integers(8000, 16384, size=decodes)
+    parts = lists(positions, 0.0, rng), lists(np.arange(16384 - num_rows, 16384), 0.8, rng)
+    shared = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    sets = []
+    for i in range(4):
+        requests = (torch.arange(decodes) + i * decodes) % 127
+        ids = torch.cat([requests, torch.full((num_rows,), 127)]).int().cuda()
+        query = torch.randn(decodes + num_rows, 24, 256, device="cuda", dtype=torch.bfloat16)
+        sets.append(base | shared | dict(query=query, request_ids=ids))
+    return sets
+
+
 def check_odd_tiles(problem, arrays) -> str:
     """Lists in another order go through attend_rows."""
     tokens = arrays["token_indices"].clone()
@@ -370,6 +391,11 @@ def bench_decode(deadline: float) -> list[tuple]:
 def bench_prefill(deadline: float) -> list[tuple]:
     rng = np.random.default_rng(0)
     table = []
+    base = caches(decode_problem(1))
+    for decodes, num_rows in MIXED_SIZES:
+        problem, sets = mixed_problem(decodes, num_rows), mixed_sets(base, decodes, num_rows, rng)
+        case, picked = f"prefill {num_rows}/16384 and {decodes} decodes", [0, decodes, num_rows]
+        table.append(measure(case, problem, sets, (Variant(),), picked, 5, deadline))
     for num_rows, length in PREFILL_SIZES:
         problem = prefill_problem(num_rows, length)
         base = caches(problem)

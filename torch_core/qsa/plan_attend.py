@@ -35,13 +35,15 @@ class TilesTuning:
     block_tokens: int
     num_warps: int
     num_stages: int
-    max_union: int = 80  # percent of the listed groups; of a larger union, rows are walked singly
+    max_union: int = 65  # percent of the listed groups; of a larger union, rows are walked singly
 
 
 # Prefill rows from which a batch is walked in tiles: fewer give too few programs.
 TILED_ROWS = 256
 _PROCESSORS = 132  # multiprocessors of an H200
-_ROW_PROGRAMS = 2 * _PROCESSORS  # of attend_rows, which mostly has nothing to do
+# Of attend_rows, which mostly has nothing to do. Three fill a multiprocessor at head_dim 256: they
+# are spread evenly although they start while attend_tiles ends.
+_ROW_PROGRAMS = 3 * _PROCESSORS
 _MAX_TILE_ROWS = 16
 # A list is cut into single tiles, or about one of these numbers of parts: a few classes, so that
 # another number of rows compiles nothing.
@@ -59,10 +61,14 @@ _MOST_SPLITS = 66
 # 32 rows in E4M3: 35.4 by 3 x 3 x 32, 56.5 by 1 x 6 x 32. 1 row: 7.9 by 65 programs a KV head, 8.7
 # by 33. All without overlap of the two launches (programmatic dependent launch), which takes 1.1
 # off 1 row, 0.6 off 8 and 0.5 off 32, if the first lets the second start when it has read all.
-# Tiles of 5 | 10 rows, 8192 rows over 8192 tokens, 80% shared, without the join: 1978 | 1882, when
-# entries were not yet read a tile ahead. Random lists, tiles of 5 | single rows: 4342 | 2789 for
-# 4096 rows over 65536, whose union is 94% of what is listed; 2935 | 5153 for 8192 over 8192, 38%,
-# when single rows were slower.
+# 4096 rows over 65536 with random lists, whose union is 94% of what is listed: 4342 in tiles of 5,
+# 2567 as single rows. By the union from which rows are walked singly:
+#     rows                                               50%    65%    80%
+#     8192 over 8192, random lists                      2557   2430   2435
+#     2048 that share 80%, and 32 decodes                742    741    898
+# By the number of programs that walk single rows:       264    396   1056
+#     4096 over 65536, random lists                     3170   2567   2714
+#     the same, started after attend_tiles has ended    2826   2667   2840
 
 
 def rows_tuning(problem: QSAProblem) -> RowsTuning:
@@ -278,6 +284,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
             ("BLOCK_M", tuning.block_vectors),
             ("BLOCK_N", tuning.block_tokens),
             ("GATE", gate),
+            ("OVERLAPS", False),
         ),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -292,7 +299,8 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         grid=(programs,),
         outputs=(places, *_results(problem)),
         inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
-        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128)),
+        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128), ("OVERLAPS", False)),
+        overlaps=True,
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),
     )
     return (join, attend, apart)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .attend import attend_row, slot_of, softmax_update, store_lse, store_out
+from .primitives import launch_next, wait_for_last
 
 
 @triton.jit
@@ -180,6 +181,7 @@ def attend_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GATE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid (tiles * NUM_KV_HEADS). Query vector m is head m % GROUP of row m // GROUP of the tile.
     Tiles to walk row by row are left to attend_rows: their entries may lie outside the cache.
@@ -189,6 +191,7 @@ def attend_tiles(
     """
     GROUP: tl.constexpr = NUM_QO_HEADS // NUM_KV_HEADS
     HEADER: tl.constexpr = 2 * TILE_ROWS + 3
+    launch_next(OVERLAPS)
     # Late rows have the longest lists, and start first.
     tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -276,10 +279,14 @@ def attend_rows(
     GATE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """Grid (programs): the rows of the tiles that attend_tiles left out, in
-    place. Programs take rows and KV heads in turn, and learn in one round trip which of the next
-    BLOCK_ITEMS are to be walked: mostly none are."""
+    """Grid (programs): the rows of the tiles that attend_tiles left out, in place. Programs take
+    rows and KV heads in turn, and learn in one round trip which of the next BLOCK_ITEMS are to be
+    walked: mostly none are.
+
+    It needs nothing of attend_tiles, and fills the room that this leaves once its last programs
+    have started. What comes after them both waits for this launch, which waits for the other."""
     HEADER: tl.constexpr = 2 * TILE_ROWS + 3
     places_ptr += tl.program_id(0) * (TILES * BLOCK_N)
     i = tl.arange(0, BLOCK_ITEMS)
@@ -306,3 +313,4 @@ def attend_rows(
                         HEAD_DIM, NUM_SELECTED, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, TILES,
                         BLOCK_M, BLOCK_N, BLOCK_PLACES, GATE,
                     )  # fmt: skip
+    wait_for_last(OVERLAPS)

@@ -19,8 +19,8 @@ def launch_next(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def wait_for_last(OVERLAPS: tl.constexpr):
-    """Waits until the last launch has ended and its writes are seen: to be called before all else
-    by the kernel of a launch that `overlaps`."""
+    """Waits until the last launch has ended and its writes are seen: to be called by the kernel of
+    a launch that `overlaps`, before it touches what that launch writes, and at its end at last."""
     if OVERLAPS:
         gdc_wait()
 
