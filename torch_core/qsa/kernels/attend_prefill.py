@@ -130,6 +130,8 @@ def join_rows(
                 )
                 fresh = present & (slot >= 0) & (mark == 0)
                 place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
+                # All warps have read before one stores: few groups are held by several of them.
+                tl.debug_barrier()
                 tl.store(slots_ptr + place, slot, mask=fresh)
                 tl.store(words_ptr + place, first, mask=fresh)
                 used += tl.sum(fresh.to(tl.int32), 0)
