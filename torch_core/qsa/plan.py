@@ -22,9 +22,9 @@ class Launch:
     constants: tuple[tuple[str, Any], ...] = ()
     num_warps: int = 4
     num_stages: int = 2
-    # May start while the launch before it ends, for which its kernel waits: neither may write memory
-    # that the other uses before that, so both belong into one call of XLA. Both kernels have a
-    # constant OVERLAPS, False here: torch's launcher sets it where the GPU can, jax-triton cannot.
+    # May start while the launch before it ends, for which its kernel waits. Until then neither may
+    # write what the other uses: both belong into one call of XLA. Both kernels have a constant
+    # OVERLAPS, False here: torch's launcher sets it where the GPU can, jax-triton cannot.
     overlaps: bool = False
     aliases: tuple[tuple[str, str], ...] = field(default=())  # input, output
 
