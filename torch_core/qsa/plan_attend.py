@@ -266,7 +266,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
             ("TOPK_BITS", problem.topk.bit_length()),
             ("BLOCK_ROWS", power_of_two(rows)),
             ("BLOCK_GROUPS", min(power_of_two(problem.topk), 512)),
-            ("BLOCK_ENTRIES", 256),
+            ("BLOCK_ENTRIES", 256),  # no fewer than threads: each rewrites what it alone read
             ("MAX_UNION", tuning.max_union),
         ),
         num_warps=4,
