@@ -277,7 +277,7 @@ def pieces(chain: Chain) -> Iterator[Chain]:
         in_place = {new for _, new in record.aliases}
         new = {name for name, _, _ in record.outputs} - in_place
         if new & made:
-            assert not record.overlaps, f"{record.kernel} must be in one call with the launch before"
+            assert not record.overlaps, f"{record.kernel} overlaps a launch of another call"
             yield tuple(piece)
             piece, made = [], set()
         piece.append(record)

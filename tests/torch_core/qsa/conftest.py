@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import interpreter
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -21,3 +23,14 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU in this process")
     return request.param
+
+
+@pytest.fixture
+def no_races(device: str) -> Iterator[None]:
+    """What runs in the interpreter leaves nothing to which of a program's threads comes first."""
+    if device == "cuda":
+        yield
+        return
+    with interpreter.races() as found:
+        yield
+    assert not found

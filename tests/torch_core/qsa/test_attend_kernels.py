@@ -219,6 +219,7 @@ GEOMETRIES = [
 ]
 
 
+@pytest.mark.usefixtures("no_races")
 # split shares all but the end with rows. The interpreter is slow: some cases are left to the GPU.
 @pytest.mark.parametrize(
     "geometry, path",
@@ -408,6 +409,7 @@ def test_very_low_scores(keys: int | str, path: str, device: str) -> None:
         np.testing.assert_allclose(results["lse"][0], -524288 * 128**-0.5, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("topk", [2, 5, 17])
 @pytest.mark.parametrize("tile_rows", [1, 5, 16])
 def test_join_rows(tile_rows: int, topk: int, device: str) -> None:

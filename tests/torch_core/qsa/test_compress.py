@@ -63,6 +63,7 @@ def kernel(arrays, options):
     launch.run(plan.plan_compress(problem), flat)
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("trial", range(48))
 def test_kernel_equals_reference(trial, device):
     rng = random.Random(trial)

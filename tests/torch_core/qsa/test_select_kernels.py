@@ -204,6 +204,7 @@ def test_decode_lengths(query_len, device):
     case.check(case.select()["selected"])
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(
     "options",
     [
@@ -231,6 +232,7 @@ def test_sizes(phase, options, device):
     case.check(case.select(tuning=tuning)["selected"])
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("workspace_bytes", [2**28, 6000, 1])
 def test_mixed_batch(workspace_bytes, device):
     """Decode rows, a chunk of a long prompt, prompts of a few rows in one tile, padding rows; the
