@@ -31,7 +31,6 @@ for _name in ("torch_core", "torch_core.qsa"):
 sys.path.insert(0, str(ROOT))
 
 from torch_core.qsa import launch  # noqa: E402
-from torch_core.qsa.launch import compile_ahead, specializations  # noqa: E402
 from torch_core.qsa.plan import Chain  # noqa: E402
 from torch_core.qsa.plan_select import SelectTuning, plan_expand, plan_select  # noqa: E402
 from torch_core.qsa.problem import QSAProblem  # noqa: E402
@@ -443,12 +442,12 @@ def compile_share(index: int, parts: list[str]) -> None:
     wanted = set()
     for chain, index_dtype in all_chains(parts):
         known = dict.fromkeys(INTEGERS, "int32")
-        wanted |= specializations(
+        wanted |= launch.specializations(
             chain, {**known, "index_query": "bfloat16", "compressed_cache": index_dtype}
         )
     for one in sorted(wanted, key=repr)[index::WORKERS]:
         try:
-            compile_ahead(one)
+            launch.compile_ahead(one)
         except Exception as error:
             print(f"compile {one}: {type(error).__name__} {str(error)[:200]}", flush=True)
 

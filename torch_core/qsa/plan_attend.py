@@ -154,6 +154,7 @@ def plan_attend(
 
 _LISTS = ("page_table", "token_indices", "counts", "request_ids")
 _CACHES = ("query", "key_cache", "value_cache")
+_OVERLAPS = ("OVERLAPS", False)  # as Launch.overlaps says
 _SCALES = ("sm_scale", "k_scale", "v_scale")
 
 
@@ -208,7 +209,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
     )
     if count == 1:
         return (single,)
-    splits, overlaps = ("SPLITS", count), ("OVERLAPS", False)
+    splits = ("SPLITS", count)
     states = (problem.num_rows, problem.num_qo_heads, count)
     split = replace(
         single,
@@ -220,7 +221,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("partial", (*states, problem.head_dim), "float32"),
             ("state", (*states, 2), "float32"),
         ),
-        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks, overlaps),
+        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks, _OVERLAPS),
     )
     merge = Launch(
         kernel="attend:merge",
@@ -233,7 +234,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("BLOCK_SPLITS", power_of_two(count)),
             ("BLOCK_DIM", tuning.merge_dim),
             ("GATE", gate),
-            overlaps,
+            _OVERLAPS,
         ),
         num_warps=4,
         num_stages=1,
@@ -284,7 +285,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
             ("BLOCK_M", tuning.block_vectors),
             ("BLOCK_N", tuning.block_tokens),
             ("GATE", gate),
-            ("OVERLAPS", False),
+            _OVERLAPS,
         ),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -299,7 +300,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         grid=(programs,),
         outputs=(places, *_results(problem)),
         inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
-        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128), ("OVERLAPS", False)),
+        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128), _OVERLAPS),
         overlaps=True,
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),
     )
