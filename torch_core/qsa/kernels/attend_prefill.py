@@ -24,6 +24,61 @@ def find_in_row(firsts_ptr, wanted, LENGTH: tl.constexpr, TOPK_BITS: tl.constexp
 
 
 @triton.jit
+def find_tails(
+    page_table_ptr,
+    tokens_ptr,
+    requests,
+    counts,
+    NUM_SELECTED: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_SEQ: tl.constexpr,
+    NUM_PAGES: tl.constexpr,
+):
+    """(length, cache slot of the first token or -1) of what comes after the groups of each row,
+    and whether some row's is of another form than the first tokens of a group."""
+    r = tl.arange(0, counts.numel)
+    j = tl.arange(0, COMPRESS_RATIO)
+    groups = counts // COMPRESS_RATIO
+    tails = counts - groups * COMPRESS_RATIO
+    present = j[None, :] < tails[:, None]
+    tails_ptr = tokens_ptr + r * NUM_SELECTED + groups * COMPRESS_RATIO
+    # Of consecutive tokens, each gives the first one.
+    starts = tl.load(tails_ptr[:, None] + j[None, :], mask=present, other=0) - j[None, :]
+    first = tl.max(tl.where(present, starts, 0), 1)
+    fault = present & ((starts != first[:, None]) | (first % COMPRESS_RATIO != 0)[:, None])
+    slots = slot_of(
+        page_table_ptr, tl.maximum(requests, 0), first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
+    )
+    return tails, tl.where(tails > 0, slots, -1), tl.max(tl.max(fault.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def keep_firsts(
+    tokens_ptr, groups, marks_ptr, firsts_ptr, LENGTH: tl.constexpr, RATIO: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Clears the marks of a row's groups and keeps their first tokens, LENGTH of them with those
+    past the end larger than any. Whether groups are not consecutive tokens, or do not ascend."""
+    LAST: tl.constexpr = 2147483647
+    i = tl.arange(0, BLOCK_GROUPS)
+    fault = i < 0
+    for begin in range(0, LENGTH - 1, BLOCK_GROUPS):
+        group = begin + i
+        present = group < groups
+        first = tl.load(tokens_ptr + group * RATIO, mask=present, other=LAST)
+        before = tl.load(tokens_ptr + (group - 1) * RATIO, mask=present & (group > 0), other=-1)
+        fault = fault | (present & ((first <= before) | (first % RATIO != 0)))
+        for k in tl.static_range(1, RATIO):
+            token = tl.load(tokens_ptr + group * RATIO + k, mask=present, other=0)
+            fault = fault | (present & (token != first + k))
+        tl.store(marks_ptr + group, tl.zeros_like(i), mask=group < LENGTH - 1)
+        tl.store(firsts_ptr + group, first, mask=group < LENGTH - 1)
+    tl.store(firsts_ptr + LENGTH - 1, LAST)
+    return fault
+
+
+@triton.jit
 def join_rows(
     page_table_ptr,
     token_indices_ptr,
@@ -62,12 +117,10 @@ def join_rows(
     a * (topk + 1) + i will be: the rows before it put no entry there, and the row itself only once
     it has read both."""
     LENGTH: tl.constexpr = CAPACITY // TILE_ROWS
-    LAST: tl.constexpr = 2147483647
     tile = tl.program_id(0)
     if tl.program_id(1) == 0:
         rows = tl.where(tile == tl.num_programs(0) - 1, tl.num_programs(1), TILE_ROWS)
         i = tl.arange(0, BLOCK_GROUPS)
-        j = tl.arange(0, COMPRESS_RATIO)
         e = tl.arange(0, BLOCK_ENTRIES)
         r = tl.arange(0, BLOCK_ROWS)
         header_ptr += tile.to(tl.int64) * (2 * TILE_ROWS + 3)
@@ -78,36 +131,19 @@ def join_rows(
         counts = tl.load(counts_ptr + first_row + r, mask=r < rows, other=0)
         counts = tl.where(requests >= 0, tl.minimum(tl.maximum(counts, 0), NUM_SELECTED), 0)
         groups_of = counts // COMPRESS_RATIO
-        tails = counts - groups_of * COMPRESS_RATIO
-        in_tail = j[None, :] < tails[:, None]
-        tails_ptr = token_indices_ptr + (first_row + r) * NUM_SELECTED + groups_of * COMPRESS_RATIO
-        tail_tokens = tl.load(tails_ptr[:, None] + j[None, :], mask=in_tail, other=0) - j[None, :]
-        tail_first = tl.max(tl.where(in_tail, tail_tokens, 0), 1)
-        unsound = (tail_tokens != tail_first[:, None]) | (tail_first % COMPRESS_RATIO != 0)[:, None]
-        apart = tl.max(tl.max((in_tail & unsound).to(tl.int32), 1), 0)
-        tail_slots = slot_of(
-            page_table_ptr, tl.maximum(requests, 0), tail_first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
-        )
-        has_tail = (tails > 0) & (tail_slots >= 0)
+        tokens_ptr = token_indices_ptr + first_row * NUM_SELECTED
+        tails, tail_slots, apart = find_tails(
+            page_table_ptr, tokens_ptr, requests, counts, NUM_SELECTED, COMPRESS_RATIO, PAGE_SIZE,
+            PAGES_PER_SEQ, NUM_PAGES,
+        )  # fmt: skip
+        has_tail = tail_slots >= 0
         fault = i < 0
         for a in range(0, rows):
             groups = tl.sum(tl.where(r == a, groups_of, 0), 0)
-            tokens_ptr = token_indices_ptr + (first_row + a) * NUM_SELECTED
-            for begin in range(0, LENGTH - 1, BLOCK_GROUPS):
-                group = begin + i
-                present = group < groups
-                first = tl.load(tokens_ptr + group * COMPRESS_RATIO, mask=present, other=LAST)
-                before = tl.load(
-                    tokens_ptr + (group - 1) * COMPRESS_RATIO, mask=present & (group > 0), other=-1
-                )
-                fault = fault | (present & ((first <= before) | (first % COMPRESS_RATIO != 0)))
-                for k in tl.static_range(1, COMPRESS_RATIO):
-                    token = tl.load(tokens_ptr + group * COMPRESS_RATIO + k, mask=present, other=0)
-                    fault = fault | (present & (token != first + k))
-                at = a * LENGTH + group
-                tl.store(slots_ptr + at, tl.zeros_like(i), mask=group < LENGTH - 1)
-                tl.store(words_ptr + at, first, mask=group < LENGTH - 1)
-            tl.store(words_ptr + a * LENGTH + LENGTH - 1, LAST)
+            fault = fault | keep_firsts(
+                tokens_ptr + a * NUM_SELECTED, groups, slots_ptr + a * LENGTH,
+                words_ptr + a * LENGTH, LENGTH, COMPRESS_RATIO, BLOCK_GROUPS,
+            )  # fmt: skip
         apart = tl.maximum(apart, tl.max(fault.to(tl.int32), 0))
         used = 0
         joined = 0
@@ -117,7 +153,6 @@ def join_rows(
             groups = tl.sum(tl.where(r == a, groups_of, 0), 0)
             request = tl.sum(tl.where(r == a, requests, 0), 0)
             run_end = tl.min(tl.where((r > a) & (requests != request), r, rows), 0)
-            request_or_0 = tl.maximum(request, 0)
             first_entry = used
             tl.debug_barrier()  # what follows reads other threads' stores
             for begin in range(0, groups, BLOCK_GROUPS):
@@ -126,8 +161,9 @@ def join_rows(
                 mark = tl.load(slots_ptr + at, mask=present, other=1)
                 first = tl.load(words_ptr + at, mask=present, other=0)
                 slot = slot_of(
-                    page_table_ptr, request_or_0, first, PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES
-                )
+                    page_table_ptr, tl.maximum(request, 0), first, PAGE_SIZE, PAGES_PER_SEQ,
+                    NUM_PAGES,
+                )  # fmt: skip
                 fresh = present & (slot >= 0) & (mark == 0)
                 place = used + tl.cumsum(fresh.to(tl.int32), 0) - 1
                 # All warps have read before one stores: few groups are held by several of them.
