@@ -31,6 +31,8 @@ class Launch:
 
 Chain = tuple[Launch, ...]
 
+OVERLAPS = ("OVERLAPS", False)  # as Launch.overlaps says
+
 
 def plan_metadata(problem: QSAProblem) -> Chain:
     """From page_table, seq_lens and cu_seqlens_q to the four arrays of the metadata.

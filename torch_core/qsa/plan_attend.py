@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from .plan import Chain, Launch
+from .plan import OVERLAPS, Chain, Launch
 from .problem import QSAProblem, power_of_two
 
 
@@ -154,7 +154,6 @@ def plan_attend(
 
 _LISTS = ("page_table", "token_indices", "counts", "request_ids")
 _CACHES = ("query", "key_cache", "value_cache")
-_OVERLAPS = ("OVERLAPS", False)  # as Launch.overlaps says
 _SCALES = ("sm_scale", "k_scale", "v_scale")
 
 
@@ -221,7 +220,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("partial", (*states, problem.head_dim), "float32"),
             ("state", (*states, 2), "float32"),
         ),
-        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks, _OVERLAPS),
+        constants=(*_heads(problem), selected, *_pages(problem), splits, *blocks, OVERLAPS),
     )
     merge = Launch(
         kernel="attend:merge",
@@ -234,7 +233,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("BLOCK_SPLITS", power_of_two(count)),
             ("BLOCK_DIM", tuning.merge_dim),
             ("GATE", gate),
-            _OVERLAPS,
+            OVERLAPS,
         ),
         num_warps=4,
         num_stages=1,
@@ -285,7 +284,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
             ("BLOCK_M", tuning.block_vectors),
             ("BLOCK_N", tuning.block_tokens),
             ("GATE", gate),
-            _OVERLAPS,
+            OVERLAPS,
         ),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -300,7 +299,7 @@ def _tiles(problem: QSAProblem, gate: bool, tuning: TilesTuning) -> Chain:
         grid=(programs,),
         outputs=(places, *_results(problem)),
         inputs=(*single.inputs, "header", "tiled_out=out", "tiled_lse=lse"),
-        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128), _OVERLAPS),
+        constants=(*single.constants, tile[0], ("BLOCK_ITEMS", 128), OVERLAPS),
         overlaps=True,
         aliases=(("tiled_out=out", "out"), ("tiled_lse=lse", "lse")),
     )

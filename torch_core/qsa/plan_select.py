@@ -6,7 +6,7 @@ An input that a launch has no use for is `visible`, as any pointer does.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .plan import Chain, Launch
+from .plan import OVERLAPS, Chain, Launch
 from .problem import QSAProblem, power_of_two, round_up
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -204,6 +204,7 @@ def _score_decode(
             ("BLOCK_GROUPS", groups),
             ("SPLITS", splits),
             ("HAS_START", not first),
+            OVERLAPS,
         ),
         num_warps=tuning.decode_warps,
         num_stages=1,
@@ -270,7 +271,9 @@ def _select(
         ("BLOCK_CHUNKS", sizes.block_chunks),
         ("CAPACITY", sizes.capacity),
         ("FEW", sizes.few),
+        ("EARLY", decode),
         ("HAS_START", not first),
+        OVERLAPS,
     )
     if tokens:
         constants += (("RATIO", problem.compress_ratio), ("BLOCK", _token_block(problem)))
@@ -292,8 +295,9 @@ def _select(
             ("row_end", (1,), "int32"),
         ),
         constants=constants,
-        num_warps=warps or min(max(held // (1024 if decode else 2048), 4), 32),
+        num_warps=warps or min(max(held // 1024, 4), 32),
         num_stages=1,
+        overlaps=scored and decode,
         aliases=() if first else tuple(zip(aliased, (name for name, _, _ in outputs), strict=True)),
     )
 

@@ -6,8 +6,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Ranks a score that is no candidate: below every other, so that no bound reaches it.
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))
-# More ties than a row has.
-ALL_TIES: tl.constexpr = tl.constexpr(0x7FFF)
+# Those of the lowest and the highest number.
+LEAST_KEY: tl.constexpr = tl.constexpr(-0x7F800000)
+HIGHEST_KEY: tl.constexpr = tl.constexpr(0x7F800000)
+# More than a row has.
+MANY: tl.constexpr = tl.constexpr(0x7FFF)
 
 
 @triton.jit
@@ -45,65 +48,105 @@ def sortable(scores):
 
 
 @triton.jit
+def as_score(key):
+    """The score of a key above LOWEST."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def key_range(keys):
-    """(lowest, highest) of the keys above LOWEST; LOWEST + 1 twice where there are none."""
+    """(lowest, highest) of the keys above LOWEST; LEAST_KEY twice where there are none."""
+    keys = tl.reshape(keys, [keys.numel])
     # One reduction instead of two: the highest key, and the complement of the lowest.
     mirrored = tl.where(keys > LOWEST, ~keys, LOWEST)
     high, low = tl.split(tl.max(tl.join(keys, mirrored), 0))
-    low = tl.where(high > LOWEST, ~low, LOWEST + 1)
-    return low, tl.maximum(high, LOWEST + 1)
+    low = tl.where(high > LOWEST, ~low, LEAST_KEY)
+    return low, tl.maximum(high, LEAST_KEY)
 
 
 @triton.jit
-def count_reaching(keys, low, step):
-    """How many keys reach low, low + 1, and each of six bounds `step` apart above that."""
-    packed = ()
+def exponent(x):
+    """Of 2 in a number that is not negative; -127 for 0."""
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def count_reaching(keys, low, bits):
+    """How many keys in rows of at most 8 reach low + 1 + i * 2**bits, for i from 0 to 7."""
+    piece = tl.minimum((keys - low - 1).to(tl.uint32, bitcast=True) >> bits.to(tl.uint32), 7)
+    # A row counts in 4 bits for each piece, and rows in 16: those of i and i + 4 in one word.
+    ones = tl.full(keys.shape, 1, tl.int32) << (piece * 4).to(tl.int32)
+    row = tl.sum(tl.where(keys > low, ones, 0), 1)
+    words = ()
     for i in tl.static_range(4):
-        first = low + 1 + step * (i - 1) if i > 0 else low
-        second = low + 1 + step * (i + 3)
-        packed += ((keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16),)
+        words += ((row >> (4 * i)) & 0x000F000F,)
     # One reduction, which gives every thread all counts.
-    sums = tl.sum(tl.join(tl.join(packed[0], packed[1]), tl.join(packed[2], packed[3])), 0)
+    sums = tl.sum(tl.join(tl.join(words[0], words[1]), tl.join(words[2], words[3])), 0)
     left, right = tl.split(sums)
     c0, c1 = tl.split(left)
     c2, c3 = tl.split(right)
-    counts = (c0 & 0xFFFF, c1 & 0xFFFF, c2 & 0xFFFF, c3 & 0xFFFF)
-    counts += (c0 >> 16, c1 >> 16, c2 >> 16, c3 >> 16)
-    return counts
+    # From one piece to those from it on.
+    c2 += c3
+    c1 += c2
+    c0 += c1
+    upper = c0 >> 16
+    lower = (upper + (c0 & 0xFFFF), upper + (c1 & 0xFFFF), upper + (c2 & 0xFFFF))
+    lower += (upper + (c3 & 0xFFFF),)
+    return lower, (upper, c1 >> 16, c2 >> 16, c3 >> 16)
 
 
 @triton.jit
-def find_bound(keys, low, high, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """(bound, ties, count): the keys above bound and the first `ties` keys equal to it are `count`
-    keys, among them the LEAST highest of lowest index. LEAST <= count <= MOST, or fewer when fewer
-    keys are from low to high, which must be all above LOWEST. Fewer than 2**15 keys are above it.
+def last_reaching(lower, upper, LEAST: tl.constexpr):
+    """(index, value) of the last of four and four falling counts that reaches LEAST, else of the
+    first."""
+    second = upper[0] >= LEAST
+    c0 = tl.where(second, upper[0], lower[0])
+    c1 = tl.where(second, upper[1], lower[1])
+    c2 = tl.where(second, upper[2], lower[2])
+    c3 = tl.where(second, upper[3], lower[3])
+    later = c2 >= LEAST
+    c0 = tl.where(later, c2, c0)
+    c1 = tl.where(later, c3, c1)
+    last = c1 >= LEAST
+    index = second.to(tl.int32) * 4 + later.to(tl.int32) * 2 + last.to(tl.int32)
+    return index, tl.where(last, c1, c0)
 
-    Each step cuts what is left into `low` alone and seven pieces above it, and keeps the piece that
-    the LEAST-th highest key lies in: at most 12 steps, on any data. `low` is alone since many keys
-    often equal the lowest one: scores of 0."""
-    keys = tl.reshape(keys, [keys.numel])
+
+@triton.jit
+def find_bound(keys, low, high, first_bits, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """(bound, ties, count): of keys in rows, those above bound and the first `ties` equal to it are
+    `count` keys, among them the LEAST highest of lowest index. LEAST <= count <= MOST, or fewer
+    when fewer keys are from low to high; high is no less than any key and low above LOWEST. Fewer
+    than 2**15 keys.
+
+    Each step cuts what is left into `low` alone and eight pieces of 2**bits above it, and keeps the
+    piece that the LEAST-th highest key lies in: at most 12 steps, on any data. `low` is alone since
+    many keys often equal the lowest one: scores of 0. The first step's pieces may be smaller, of
+    2**first_bits, but for the last one."""
     span = (high - low).to(tl.uint32, bitcast=True)
-    count = low * 0
+    bits = tl.minimum(tl.maximum(exponent(span) - 2, 0), first_bits)
+    count = low * 0 + MANY
     going = low == low
     while going:
-        step = tl.where(span > 0, (span - 1) // 7 + 1, 0).to(tl.int32, bitcast=True)
-        counts = count_reaching(keys, low, step)
-        # The highest bound that LEAST keys reach.
-        piece = low * 0
-        count = counts[0]
-        for i in tl.static_range(1, 8):
-            enough = (counts[i] >= LEAST) & (span > 0)
-            piece = tl.where(enough, i, piece)
-            count = tl.where(enough, counts[i], count)
-        start = tl.where(piece > 0, (piece - 1) * step + 1, 0)
+        lower, upper = count_reaching(keys, low, bits)
+        piece, reaching = last_reaching(lower, upper, LEAST)
+        above = (lower[0] >= LEAST) & (span > 0)
+        count = tl.where(above, reaching, count)
+        start = tl.where(above, (piece << bits) + 1, 0)
         low += start
-        left = tl.minimum(span - start.to(tl.uint32, bitcast=True), (step - 1).to(tl.uint32))
-        span = tl.where(piece > 0, left, 0)
+        left = span - start.to(tl.uint32, bitcast=True)
+        size = (tl.full([], 1, tl.uint32) << bits.to(tl.uint32)) - 1
+        left = tl.where(piece < 7, tl.minimum(left, size), left)
+        span = tl.where(above, left, 0)
+        bits = tl.maximum(exponent(span) - 2, 0)
         going = (count > MOST) & (span > 0)
-    ties = low * 0 + ALL_TIES
+    ties = low * 0 + MANY
     if count > MOST:
-        ties = LEAST - tl.sum((keys > low).to(tl.int32), 0)
-        count = low * 0 + LEAST
+        flat = tl.reshape(keys, [keys.numel])
+        count = tl.sum((flat >= low).to(tl.int32), 0)
+        if count > MOST:
+            ties = LEAST - tl.sum((flat > low).to(tl.int32), 0)
+            count = low * 0 + LEAST
     return low, ties, count
 
 
@@ -118,10 +161,10 @@ def split_columns(values):
 
 @triton.jit
 def place_kept(keys, bound, ties):
-    """For rows of 4 keys: (mask of those that find_bound keeps, how many are kept before each row).
+    """For rows of keys: (mask of those that find_bound keeps, how many are kept before each row).
     `bound` is above LOWEST. At most 2**15 keys."""
-    columns = tl.arange(0, 4)[None, :]
-    if ties == ALL_TIES:
+    columns = tl.arange(0, keys.shape[1])[None, :]
+    if ties == MANY:
         kept = (keys >= bound).to(tl.int32)
         counts = tl.sum(kept, 1)
         place = tl.cumsum(counts, 0) - counts
@@ -141,26 +184,43 @@ def place_kept(keys, bound, ties):
 
 
 @triton.jit
-def store_candidates(keys, ids, bound, ties, ids_ptr, keys_ptr, WITH_KEYS: tl.constexpr):
-    """Stores the ids of the keys that find_bound keeps, in rising order, and the keys themselves;
-    ids rise by 1 within each aligned 4."""
-    # A thread holds rows of 4 whole: what follows then moves no data but the scan's.
-    ROWS: tl.constexpr = keys.numel // 4
-    keys = tl.reshape(keys, [ROWS, 4])
-    first_id = tl.min(tl.reshape(ids, [ROWS, 4]), 1)
+def store_candidates(keys, first_ids, bound, ties, out_ptr, WITH_KEYS: tl.constexpr):
+    """Stores the ids of the keys, in rows of 4, that find_bound keeps, in rising order; WITH_KEYS
+    in the lower half of 64 bits, whose upper half holds the key. Keys may be scores, and bound one.
+    Ids rise by 1 in each row, from first_ids on."""
+    # A thread holds a row whole: what follows then moves no data but the scan's.
     mask, place = place_kept(keys, bound, ties)
     keys = split_columns(keys)
     for column in tl.static_range(4):
         kept = (mask >> column) & 1
-        tl.store(ids_ptr + place, first_id + column, mask=kept != 0)
+        ids = first_ids + column
         if WITH_KEYS:
-            tl.store(keys_ptr + place, keys[column], mask=kept != 0)
+            upper = keys[column].to(tl.int32, bitcast=True).to(tl.int64) << 32
+            tl.store(out_ptr + place, upper | ids.to(tl.int64), mask=kept != 0)
+        else:
+            tl.store(out_ptr + place, ids, mask=kept != 0)
         place += kept
 
 
 @triton.jit
-def unfinished_group(position, RATIO: tl.constexpr):
-    """(first token, number of tokens) of the group that a row's position has not finished."""
+def store_tokens(
+    groups, count, position, tokens_row_ptr, TOPK: tl.constexpr, RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores the tokens of the first `count` of a row's groups, then those of the group that its
+    position has not finished, then -1; returns how many tokens."""
+    ranks = tl.arange(0, groups.numel)
+    i = tl.arange(0, RATIO)
+    offsets = ranks[:, None] * RATIO + i[None, :]
+    tokens = groups[:, None] * RATIO + i[None, :]
+    tl.store(tokens_row_ptr + offsets, tokens, mask=(ranks < count)[:, None])
     end = tl.maximum(position.to(tl.int64) + 1, 0)
-    count = (end % RATIO).to(tl.int32)
-    return (end - count).to(tl.int32), count
+    tail = (end % RATIO).to(tl.int32)
+    tokens = tl.where(i < tail, (end - tail).to(tl.int32) + i, -1)
+    tl.store(tokens_row_ptr + count * RATIO + i, tokens, mask=i < RATIO - 1)
+    NUM_SELECTED: tl.constexpr = TOPK * RATIO + RATIO - 1
+    none = tl.full([BLOCK], -1, tl.int32)
+    for start in range((count + 1) * RATIO - 1, NUM_SELECTED, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(tokens_row_ptr + columns, none, mask=columns < NUM_SELECTED)
+    return count * RATIO + tail

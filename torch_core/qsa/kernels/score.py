@@ -7,7 +7,7 @@ Both kernels add the heads in rising order in float32. What they leave unwritten
 import triton
 import triton.language as tl
 
-from .primitives import widen
+from .primitives import launch_next, widen
 
 # Pages of a tile that a thread holds one by one.
 MOST_SCALARS: tl.constexpr = tl.constexpr(16)
@@ -137,6 +137,7 @@ def score_decode(
     BLOCK_GROUPS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_START: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program scores every SPLITS-th tile of a request's keys for the request's ROWS rows.
 
@@ -146,6 +147,7 @@ def score_decode(
 
     Programs are many and small, and hide each other's waits: nothing is loaded ahead. Keys, used
     once, are the first to leave the L2 cache, and scores and maxima the last."""
+    launch_next(OVERLAPS)
     program = tl.program_id(0)
     request = program // SPLITS
     split = program % SPLITS
@@ -191,7 +193,9 @@ def score_decode(
             wanted = groups[:, None] < scored[None, :]
             scores = tl.where(wanted & mapped[:, None], scores, float("-inf"))
             score_offsets = (first_row + rows)[None, :] * WIDTH + groups[:, None]
-            tl.store(scores_ptr + score_offsets, scores, mask=wanted, eviction_policy="evict_last")
+            # To a chunk's end: top-k looks at all of its scores.
+            stored = groups[:, None] < (tl.cdiv(scored, CHUNK) * CHUNK)[None, :]
+            tl.store(scores_ptr + score_offsets, scores, mask=stored, eviction_policy="evict_last")
 
             chunks = tile * (BLOCK_GROUPS // CHUNK) + tl.arange(0, BLOCK_GROUPS // CHUNK)
             maxima = tl.max(tl.reshape(scores, [BLOCK_GROUPS // CHUNK, CHUNK, BLOCK_ROWS]), 1)
@@ -293,7 +297,8 @@ def score_prefill(
                 scores = tl.where(wanted & mapped[None, :], scores, float("-inf"))
                 # From the tile's first row, offsets fit into 32 bits.
                 score_offsets = (tile_rows * WIDTH)[:, None] + groups[None, :]
-                tl.store(scores_tile_ptr + score_offsets, scores, mask=wanted)
+                stored = groups[None, :] < (tl.cdiv(scored_here, CHUNK) * CHUNK)[:, None]
+                tl.store(scores_tile_ptr + score_offsets, scores, mask=stored)
 
                 NUM_CHUNKS: tl.constexpr = BLOCK_GROUPS // CHUNK
                 chunks = tile * NUM_CHUNKS + tl.arange(0, NUM_CHUNKS)

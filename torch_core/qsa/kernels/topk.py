@@ -12,15 +12,18 @@ import triton
 import triton.language as tl
 
 from .primitives import (
-    ALL_TIES,
-    LOWEST,
+    HIGHEST_KEY,
+    LEAST_KEY,
+    MANY,
+    as_score,
+    exponent,
     find_bound,
     key_range,
     place_kept,
     sortable,
-    split_columns,
     store_candidates,
-    unfinished_group,
+    store_tokens,
+    wait_for_last,
 )
 
 
@@ -34,101 +37,101 @@ def load_first(pointer, count, other, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_groups(
-    groups, place, kept, selected_row_ptr, tokens_row_ptr, RATIO: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Stores groups at their places, and their tokens where TOKENS."""
-    tl.store(selected_row_ptr + place, groups, mask=kept)
-    if TOKENS:
-        for i in tl.static_range(RATIO):
-            tl.store(tokens_row_ptr + place * RATIO + i, groups * RATIO + i, mask=kept)
-
-
-@triton.jit
 def keep_mapped(
     page_table_row_ptr,
     visible,
     selected_row_ptr,
-    tokens_row_ptr,
     GROUPS_PER_PAGE: tl.constexpr,
     NUM_PAGES: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     """Writes all visible groups of one row; returns their number. They are no more than TOPK."""
     groups = tl.arange(0, BLOCK_TOPK)
     pages = tl.load(page_table_row_ptr + groups // GROUPS_PER_PAGE, mask=groups < visible, other=-1)
     mapped = (pages >= 0) & (pages < NUM_PAGES)
     counts = tl.cumsum(mapped.to(tl.int32), 0)
-    store_groups(groups, counts - 1, mapped, selected_row_ptr, tokens_row_ptr, RATIO, TOKENS)
+    tl.store(selected_row_ptr + counts - 1, groups, mask=mapped)
     return tl.max(counts, 0)
 
 
 @triton.jit
 def keep_highest(
     scores_row_ptr,
-    maxima_row_ptr,
+    maxima,
     visible,
     selected_row_ptr,
-    tokens_row_ptr,
     scratch_row_ptr,
     TOPK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     """Writes the selected groups of one row; returns their number."""
-    ranks = tl.arange(0, CAPACITY)
     num_chunks = tl.cdiv(visible, CHUNK)
-    chunk_ids = ranks
-    # No selected key is below `least`, and none above `highest`, that of +inf.
-    least = visible * 0 + LOWEST + 1
-    highest = visible * 0 + 0x7F800000
+    # Rows of four scores, of the chunks that may hold selected ones.
+    rows = tl.arange(0, CAPACITY * CHUNK // 4)
+    chunk_of_row = rows // (CHUNK // 4)
+    chunks = chunk_of_row
+    # No selected key is below `least`, and no key above `highest`.
+    least = visible * 0 + LEAST_KEY
+    highest = visible * 0 + HIGHEST_KEY
     if BLOCK_CHUNKS > CAPACITY:
         if num_chunks > CAPACITY:
-            chunks = tl.arange(0, BLOCK_CHUNKS)
-            keys = sortable(load_first(maxima_row_ptr, num_chunks, float("-inf"), BLOCK_CHUNKS))
+            keys = tl.where(tl.arange(0, BLOCK_CHUNKS) < num_chunks, maxima, float("-inf"))
+            keys = tl.reshape(sortable(keys), [BLOCK_CHUNKS // 4, 4])
             low, highest = key_range(keys)
-            least, ties, num_chunks = find_bound(keys, low, highest, TOPK, CAPACITY)
-            store_candidates(keys, chunks, least, ties, scratch_row_ptr, scratch_row_ptr, False)
+            # Of the scores, some more than of their maxima reach the bound.
+            MOST: tl.constexpr = max(CAPACITY - CAPACITY // 8, TOPK)
+            least, ties, num_chunks = find_bound(keys, low, highest, MANY, TOPK, MOST)
+            ids = tl.arange(0, BLOCK_CHUNKS // 4) * 4
+            store_candidates(keys, ids, least, ties, scratch_row_ptr, False)
             # Other threads of the program wrote the chunks that it now reads.
             tl.debug_barrier()
-            chunk_ids = load_first(scratch_row_ptr, num_chunks, 0, CAPACITY)
-    groups = chunk_ids[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    # Chunks whole, as in load_first.
-    mask = (ranks < num_chunks)[:, None]
-    keys = sortable(tl.load(scores_row_ptr + groups, mask=mask, other=float("-inf")))
-    keys = tl.where((groups < visible) & (keys >= least), keys, LOWEST)
-    keys = tl.reshape(keys, [CAPACITY * CHUNK])
-    groups = tl.reshape(groups, [CAPACITY * CHUNK])
+            chunks = tl.load(
+                scratch_row_ptr + chunk_of_row, mask=chunk_of_row < num_chunks, other=0
+            )
+    first_groups = chunks * CHUNK + rows % (CHUNK // 4) * 4
+    scores = tl.load(
+        scores_row_ptr + first_groups[:, None] + tl.arange(0, 4)[None, :],
+        mask=(chunk_of_row < num_chunks)[:, None],
+        other=float("-inf"),
+    )
+    first_bits = visible * 0 + MANY
     if FEW < CAPACITY * CHUNK:
-        ties = least * 0 + ALL_TIES
-        count = tl.sum((keys > LOWEST).to(tl.int32), 0)
+        ties = visible * 0 + MANY
+        bound = as_score(least)
+        count = tl.sum(tl.reshape((scores >= bound).to(tl.int32), [CAPACITY * CHUNK]), 0)
         if count > FEW:
-            least, highest = key_range(keys)
-            least, ties, count = find_bound(keys, least, highest, TOPK, FEW)
-        groups_ptr = scratch_row_ptr + CAPACITY
-        keys_ptr = groups_ptr + FEW
-        store_candidates(keys, groups, least, ties, groups_ptr, keys_ptr, True)
+            keys = sortable(scores)
+            low, highest = key_range(keys)
+            low = tl.maximum(low, least)
+            least, ties, count = find_bound(keys, low, highest, MANY, TOPK, FEW)
+            bound = as_score(least)
+        pairs_ptr = (scratch_row_ptr + CAPACITY).to(tl.pointer_type(tl.int64), bitcast=True)
+        store_candidates(scores, first_groups, bound, ties, pairs_ptr, True)
         tl.debug_barrier()
-        keys = load_first(keys_ptr, count, LOWEST, FEW)
-        groups = load_first(groups_ptr, count, 0, FEW)
+        i = tl.arange(0, FEW)
+        # The upper half of this is -inf.
+        pairs = tl.load(pairs_ptr + i, mask=i < count, other=-(2**55))
+        keys = sortable((pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+        groups = pairs.to(tl.int32)
+        if highest == HIGHEST_KEY:  # no search has asked for their range
+            least, highest = key_range(keys)
+        # Scores thin out from `least` on: pieces in which the TOPK-th highest is likely, with few.
+        span = (highest - least).to(tl.uint32, bitcast=True).to(tl.float32)
+        first_bits = tl.maximum(exponent(span * ((count - TOPK).to(tl.float32) / (8 * count))), 0)
     else:
+        keys = tl.reshape(sortable(scores), [CAPACITY * CHUNK])
+        groups = tl.reshape(first_groups[:, None] + tl.arange(0, 4)[None, :], [CAPACITY * CHUNK])
         least, highest = key_range(keys)
-    bound, ties, count = find_bound(keys, least, highest, TOPK, TOPK)
-    ROWS: tl.constexpr = keys.numel // 4
-    mask, place = place_kept(tl.reshape(keys, [ROWS, 4]), bound, ties)
-    columns = split_columns(tl.reshape(groups, [ROWS, 4]))
-    for column in tl.static_range(4):
-        kept = (mask >> column) & 1
-        store_groups(
-            columns[column], place, kept != 0, selected_row_ptr, tokens_row_ptr, RATIO, TOKENS
-        )
-        place += kept
+    # A thread holds rows of two whole, as it loaded them.
+    keys = tl.reshape(keys, [keys.numel // 2, 2])
+    bound, ties, count = find_bound(keys, least, highest, first_bits, TOPK, TOPK)
+    mask, place = place_kept(keys, bound, ties)
+    even, odd = tl.split(tl.reshape(groups, [groups.numel // 2, 2]))
+    tl.store(selected_row_ptr + place, even, mask=(mask & 1) != 0)
+    tl.store(selected_row_ptr + place + (mask & 1), odd, mask=(mask & 2) != 0)
     return count
 
 
@@ -139,51 +142,40 @@ def select_row(
     page_table_row_ptr,
     visible,
     selected_row_ptr,
-    tokens_row_ptr,
     scratch_row_ptr,
     GROUPS_PER_PAGE: tl.constexpr,
     NUM_PAGES: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
-    RATIO: tl.constexpr,
-    TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Writes the selected groups of one row, then -1, and their tokens; returns their number."""
+    """Writes the selected groups of one row, then -1; returns their number.
+
+    EARLY: reads all maxima that the row may have, beside how many it has: for few rows, whose time
+    is that of round trips to memory."""
+    maxima = 0
+    if BLOCK_CHUNKS > CAPACITY:
+        scored = tl.where(visible > TOPK, tl.cdiv(visible, CHUNK), 0)
+        maxima = load_first(
+            maxima_row_ptr, WIDTH // CHUNK if EARLY else scored, float("-inf"), BLOCK_CHUNKS
+        )
     count = visible * 0
     if visible <= TOPK:
         count = keep_mapped(
-            page_table_row_ptr,
-            visible,
-            selected_row_ptr,
-            tokens_row_ptr,
-            GROUPS_PER_PAGE,
-            NUM_PAGES,
-            BLOCK_TOPK,
-            RATIO,
-            TOKENS,
+            page_table_row_ptr, visible, selected_row_ptr, GROUPS_PER_PAGE, NUM_PAGES, BLOCK_TOPK
         )
     else:
         if MAX_GROUPS > TOPK:
             count = keep_highest(
-                scores_row_ptr,
-                maxima_row_ptr,
-                visible,
-                selected_row_ptr,
-                tokens_row_ptr,
-                scratch_row_ptr,
-                TOPK,
-                CHUNK,
-                BLOCK_CHUNKS,
-                CAPACITY,
-                FEW,
-                RATIO,
-                TOKENS,
-            )
+                scores_row_ptr, maxima, visible, selected_row_ptr, scratch_row_ptr, TOPK, CHUNK,
+                BLOCK_CHUNKS, CAPACITY, FEW,
+            )  # fmt: skip
     ranks = tl.arange(0, BLOCK_TOPK)
     none = tl.full([BLOCK_TOPK], -1, tl.int32)
     tl.store(selected_row_ptr + ranks, none, mask=(ranks >= count) & (ranks < TOPK))
@@ -198,6 +190,7 @@ def start_row(
     row_end_ptr,
     MAX_GROUPS: tl.constexpr,
     HAS_START: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A program's row, in this chunk and in the outputs, its request and its visible groups.
     `row_end` is where the next chunk of rows starts."""
@@ -205,10 +198,11 @@ def start_row(
     output_row = row
     if HAS_START:
         output_row += tl.load(row_start_ptr)
-    if row == 0:
-        tl.store(row_end_ptr, (output_row + tl.num_programs(0)).to(tl.int32))
     request = tl.load(request_ids_ptr + output_row).to(tl.int64)
     visible = tl.load(visible_ptr + output_row)
+    wait_for_last(OVERLAPS)
+    if row == 0:
+        tl.store(row_end_ptr, (output_row + tl.num_programs(0)).to(tl.int32))
     return row, output_row, request, tl.where(request >= 0, tl.minimum(visible, MAX_GROUPS), 0)
 
 
@@ -234,12 +228,14 @@ def select_rows(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
+    EARLY: tl.constexpr,
     HAS_START: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program selects one row's groups."""
     MAX_GROUPS: tl.constexpr = PAGES_PER_SEQ * GROUPS_PER_PAGE
     row, output_row, request, visible = start_row(
-        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START
+        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START, OVERLAPS
     )
     select_row(
         scores_ptr + row * WIDTH,
@@ -247,19 +243,18 @@ def select_rows(
         page_table_ptr + request * PAGES_PER_SEQ,
         visible,
         selected_ptr + output_row * TOPK,
-        selected_ptr,
         scratch_ptr + row * (CAPACITY + 2 * FEW),
         GROUPS_PER_PAGE,
         NUM_PAGES,
         TOPK,
         BLOCK_TOPK,
         MAX_GROUPS,
+        WIDTH,
         CHUNK,
         BLOCK_CHUNKS,
         CAPACITY,
         FEW,
-        1,
-        False,
+        EARLY,
     )
 
 
@@ -290,43 +285,44 @@ def select_tokens(
     BLOCK_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
+    EARLY: tl.constexpr,
     HAS_START: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """select_rows and expand_rows in one launch."""
     MAX_GROUPS: tl.constexpr = PAGES_PER_SEQ * GROUPS_PER_PAGE
     row, output_row, request, visible = start_row(
-        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START
+        request_ids_ptr, visible_ptr, row_start_ptr, row_end_ptr, MAX_GROUPS, HAS_START, OVERLAPS
     )
     position = tl.load(positions_ptr + output_row)
-    tokens_row_ptr = token_indices_ptr + output_row * (TOPK * RATIO + RATIO - 1)
+    selected_row_ptr = selected_ptr + output_row * TOPK
     count = select_row(
         scores_ptr + row * WIDTH,
         maxima_ptr + row * (WIDTH // CHUNK),
         page_table_ptr + request * PAGES_PER_SEQ,
         visible,
-        selected_ptr + output_row * TOPK,
-        tokens_row_ptr,
+        selected_row_ptr,
         scratch_ptr + row * (CAPACITY + 2 * FEW),
         GROUPS_PER_PAGE,
         NUM_PAGES,
         TOPK,
         BLOCK_TOPK,
         MAX_GROUPS,
+        WIDTH,
         CHUNK,
         BLOCK_CHUNKS,
         CAPACITY,
         FEW,
-        RATIO,
-        True,
+        EARLY,
     )
-    # Behind the tokens of the selected groups: those of the unfinished one, then -1.
-    tail_start, tail = unfinished_group(position, RATIO)
+    # Other threads of the program wrote the groups that it now reads.
+    tl.debug_barrier()
+    groups = tl.load(
+        selected_row_ptr + tl.arange(0, BLOCK_TOPK), mask=tl.arange(0, BLOCK_TOPK) < count, other=-1
+    )
     NUM_SELECTED: tl.constexpr = TOPK * RATIO + RATIO - 1
-    for start in tl.static_range(0, NUM_SELECTED, BLOCK):
-        columns = start + tl.arange(0, BLOCK) - count * RATIO
-        tokens = tl.where(columns < tail, tail_start + columns, -1)
-        mask = (columns >= 0) & (columns + count * RATIO < NUM_SELECTED)
-        tl.store(tokens_row_ptr + count * RATIO + columns, tokens, mask=mask)
-    tl.store(counts_ptr + output_row, count * RATIO + tail)
+    tokens_row_ptr = token_indices_ptr + output_row * NUM_SELECTED
+    length = store_tokens(groups, count, position, tokens_row_ptr, TOPK, RATIO, BLOCK)
+    tl.store(counts_ptr + output_row, length)
