@@ -258,19 +258,15 @@ OTHERS = {
 RAGGED_VARIANTS = [(64, 4, 512), (128, 4, 256)]
 TOPK_VARIANTS = [
     dict(),
+    dict(few=2048),
     dict(chunk=16, capacity=512),
-    dict(chunk=8, capacity=512, decode_topk_warps=8),
 ]
 PREFILL_VARIANTS = [
     dict(),
     dict(prefill_groups=64),
-    dict(prefill_groups=64, prefill_stages=3, prefill_splits=8),
-    dict(prefill_rows=64, prefill_groups=64, prefill_warps=8),
-    dict(prefill_rows=16, prefill_splits=8),
     dict(prefill_splits=8),
-    dict(chunk=8, capacity=512),
-    dict(chunk=8, capacity=512, prefill_topk_warps=8),
-    dict(chunk=4, capacity=512),
+    dict(capacity=1024),
+    dict(prefill_topk_warps=8),
 ]
 PREFILL_MEGABYTES = (512, 128, 64)
 PREFILL = (4096, 65536)
@@ -308,7 +304,7 @@ def bench_others() -> None:
     short = prefill_work(prefill_problem(*SHORT))
     attempt(
         "prefill 64 requests of 64 rows over 2560",
-        lambda: f"chain {_chain_us(short, plan_select(short.problem))} us",
+        lambda: f"chain {_chain_us(short, plan_select(short.problem, tokens=True))} us",
     )
 
 
@@ -357,7 +353,7 @@ def bench_prefill() -> None:
     for variant in PREFILL_VARIANTS:
 
         def call(variant=variant):
-            chain = plan_select(work.problem, tuning=SelectTuning(**variant))
+            chain = plan_select(work.problem, tokens=True, tuning=SelectTuning(**variant))
             steps, _ = bind(chain, work.sets[0])
             names = [record.kernel.split(":")[1] for record in chain]
             # Of the whole chain first: a kernel alone reads where its rows start from the memory
@@ -375,7 +371,7 @@ def bench_prefill() -> None:
     for megabytes in PREFILL_MEGABYTES:
 
         def call(megabytes=megabytes):
-            chain = plan_select(work.problem, megabytes * 2**20)
+            chain = plan_select(work.problem, megabytes * 2**20, tokens=True)
             chunks = sum(record.kernel == "score:score_prefill" for record in chain)
             return f"chain {_chain_us(work, chain)} us; {chunks} chunks"
 
@@ -423,13 +419,13 @@ def all_chains(parts: list[str]) -> list[tuple[Chain, str]]:
             work += [(decode_problem(*sizes), 2**28, True, tuning) for tuning in tunings]
     if "prefill" in parts:
         problem = prefill_problem(*PREFILL)
-        work += [(problem, 2**28, False, variant) for variant in PREFILL_VARIANTS]
-        work += [(problem, size * 2**20, False, {}) for size in PREFILL_MEGABYTES]
+        work += [(problem, 2**28, True, variant) for variant in PREFILL_VARIANTS]
+        work += [(problem, size * 2**20, True, {}) for size in PREFILL_MEGABYTES]
     if "others" in parts:
         work += [(decode_problem(**options), 2**28, True, {}) for options in OTHERS.values()]
         problem = decode_problem(*GOALS["32 x 131072"])
         work += [(problem, 2**28, True, scoring(*variant)) for variant in RAGGED_VARIANTS]
-        work += [(prefill_problem(*SHORT), 2**28, False, {})]
+        work += [(prefill_problem(*SHORT), 2**28, True, {})]
     chains = [
         (plan_select(p, size, tokens=tokens, tuning=SelectTuning(**v)), p.index_dtype)
         for p, size, tokens, v in work

@@ -49,6 +49,7 @@ _MAX_TILE_ROWS = 16
 # another number of rows compiles nothing.
 _SPLITS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 _MOST_SPLITS = 66
+_MERGES = 1024  # programs of a warp that merge splits, at most, where rows are few
 
 
 # Measured on an H200, 24 / 2 heads of 256, bf16, budget 2048, in us. Rows, by programs on a
@@ -58,6 +59,8 @@ _MOST_SPLITS = 66
 #       16         26.1         26.5         28.0
 #       32         43.6         43.5         44.7
 #       64         89.9         76.9         76.6
+# Merges of 1, 2 and 4 warps: 7.4, 7.6 and 7.6 for 1 row by 16 elements of a head, 15.5, 15.7 and
+# 16.4 for 8 by 64, 40.9, 40.9 and 41.7 for 32 by 256.
 # 32 rows in E4M3: 35.4 by 3 x 3 x 32, 56.5 by 1 x 6 x 32. 1 row: 7.9 by 65 programs a KV head, 8.7
 # by 33. All without overlap of the two launches (programmatic dependent launch), which takes 1.1
 # off 1 row, 0.6 off 8 and 0.5 off 32, if the first lets the second start when it has read all.
@@ -76,7 +79,8 @@ def rows_tuning(problem: QSAProblem) -> RowsTuning:
     for that. Keys and values of 8 bits take instructions to be widened: three, so that one
     computes while the others wait."""
     pairs = max(problem.num_rows * problem.num_kv_heads, 1)
-    few = problem.num_rows * problem.num_qo_heads < _PROCESSORS
+    size = problem.num_rows * problem.num_qo_heads * problem.head_dim
+    merge_dim = next((dim for dim in (16, 64) if size <= _MERGES * dim), 256)
     each, num_stages = (3, 3) if problem.kv_dtype.startswith("float8") else (1, 4)
     most = each * _PROCESSORS // pairs
     if most < 2:
@@ -86,7 +90,7 @@ def rows_tuning(problem: QSAProblem) -> RowsTuning:
         tiles=1,
         num_warps=4,
         num_stages=num_stages,
-        merge_dim=min(problem.head_dim, 64 if few else 256),
+        merge_dim=min(merge_dim, problem.head_dim),
     )
     tuning = _cut(problem, tuning, most)
     return replace(tuning, num_stages=2) if tuning.tiles == 1 else tuning
@@ -235,7 +239,7 @@ def _rows(problem: QSAProblem, gate: bool, tuning: RowsTuning) -> Chain:
             ("GATE", gate),
             OVERLAPS,
         ),
-        num_warps=4,
+        num_warps=1,  # whose reductions need no barrier
         num_stages=1,
         overlaps=True,
     )

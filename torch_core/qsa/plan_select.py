@@ -185,9 +185,9 @@ def _score_decode(
     query_len = problem.decode_query_len
     num_requests = num_rows // query_len
     groups = tuning.decode_groups
-    # A tile or two for each program at 131072 tokens. More programs would all start, and mostly end
-    # at once, where the table is for far longer requests than there are.
-    splits = tuning.decode_splits or (512 if num_requests == 1 else 256)
+    # Up to three tiles for each program at 131072 tokens. More programs would all start, and mostly
+    # end at once, where the table is for far longer requests than there are.
+    splits = tuning.decode_splits or (512 if num_requests == 1 else 192)
     splits = min(splits, -(-problem.max_groups // groups))
     return Launch(
         kernel="score:score_decode",
@@ -295,7 +295,7 @@ def _select(
             ("row_end", (1,), "int32"),
         ),
         constants=constants,
-        num_warps=warps or min(max(held // 1024, 4), 32),
+        num_warps=warps or min(max(held // (1024 if decode else 2048), 4), 32),
         num_stages=1,
         overlaps=scored and decode,
         aliases=() if first else tuple(zip(aliased, (name for name, _, _ in outputs), strict=True)),

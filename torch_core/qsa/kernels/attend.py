@@ -61,12 +61,20 @@ def softmax_update(q, k, v, allowed, acc, top, total, scale):
 
 
 @triton.jit
-def store_out(out_ptr, gate_ptr, offsets, mask, value, total, GATE: tl.constexpr):
+def load_gate(gate_ptr, offsets, mask, GATE: tl.constexpr):
+    gate = 0.0
+    if GATE:
+        gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return gate
+
+
+@triton.jit
+def store_out(out_ptr, offsets, mask, value, total, gate, GATE: tl.constexpr):
     """Rounds to the output dtype, then gates in fp32 and rounds again. Where total is 0 the value
     is, and stays 0 whatever the gate holds."""
     value = value.to(out_ptr.dtype.element_ty)
     if GATE:
-        gate = tl.load(gate_ptr + offsets, mask=mask & (total != 0.0), other=0.0).to(tl.float32)
+        gate = tl.where(total != 0.0, gate, 0.0)
         value = (value.to(tl.float32) / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, value, mask=mask)
 
@@ -229,7 +237,8 @@ def attend_row(
     rows = row.to(tl.int64) * NUM_QO_HEADS + kv_head * GROUP + m
     mask = m < GROUP
     offsets = rows[:, None] * HEAD_DIM + d[None, :]
-    store_out(out_ptr, gate_ptr, offsets, mask[:, None], value, total[:, None], GATE)
+    gate = load_gate(gate_ptr, offsets, mask[:, None], GATE)
+    store_out(out_ptr, offsets, mask[:, None], value, total[:, None], gate, GATE)
     store_lse(lse_ptr, rows, mask, top, total)
 
 
@@ -344,22 +353,24 @@ def merge(
     OVERLAPS: tl.constexpr,
 ):
     """Grid (rows * NUM_QO_HEADS, HEAD_DIM // BLOCK_DIM): joins the splits of one row and head."""
-    wait_for_last(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_SPLITS)
     d = tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    # What no launch of this call writes is read before the last one has ended.
+    gate = load_gate(gate_ptr, row * HEAD_DIM + d, d < HEAD_DIM, GATE)
+    v_scale = tl.load(v_scale_ptr)
+    wait_for_last(OVERLAPS)
     places = row * SPLITS + s
     top = tl.load(state_ptr + places * 2, mask=s < SPLITS, other=float("-inf"))
     total = tl.load(state_ptr + places * 2 + 1, mask=s < SPLITS, other=0.0)
     # Not masked by total: that would be another round trip.
     offsets = places[:, None] * HEAD_DIM + d[None, :]
     partial = tl.load(partial_ptr + offsets, mask=(s < SPLITS)[:, None], other=0.0)
-    v_scale = tl.load(v_scale_ptr)
     new_top = tl.max(top, 0)
     weights = exp(top - tl.where(new_top == float("-inf"), 0.0, new_top))
     new_total = tl.sum(weights * total, 0)
     partial = tl.where((total != 0.0)[:, None], partial * weights[:, None], 0.0)
     value = tl.sum(partial, 0) * (v_scale / tl.where(new_total == 0.0, 1.0, new_total))
     totals = tl.zeros([BLOCK_DIM], tl.float32) + new_total
-    store_out(out_ptr, gate_ptr, row * HEAD_DIM + d, d < HEAD_DIM, value, totals, GATE)
+    store_out(out_ptr, row * HEAD_DIM + d, d < HEAD_DIM, value, totals, gate, GATE)
     store_lse(lse_ptr, row, tl.program_id(1) == 0, new_top, new_total)

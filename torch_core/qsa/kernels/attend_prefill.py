@@ -7,7 +7,7 @@ walked row by row."""
 import triton
 import triton.language as tl
 
-from .attend import attend_row, slot_of, softmax_update, store_lse, store_out
+from .attend import attend_row, load_gate, slot_of, softmax_update, store_lse, store_out
 from .primitives import launch_next, wait_for_last
 
 
@@ -278,7 +278,8 @@ def attend_tiles(
             acc, top, total = softmax_update(q, k, v, allowed, acc, top, total, scale)
         mine = (m_row >= run_begin) & (m_row < run_end)
         value = acc * (tl.load(v_scale_ptr) / tl.where(total == 0.0, 1.0, total))[:, None]
-        store_out(out_ptr, gate_ptr, offsets, mine[:, None], value, total[:, None], GATE)
+        gate = load_gate(gate_ptr, offsets, mine[:, None], GATE)
+        store_out(out_ptr, offsets, mine[:, None], value, total[:, None], gate, GATE)
         store_lse(lse_ptr, q_rows, mine, top, total)
         run_begin = run_end
         begin = end

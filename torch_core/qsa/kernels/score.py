@@ -147,7 +147,6 @@ def score_decode(
 
     Programs are many and small, and hide each other's waits: nothing is loaded ahead. Keys, used
     once, are the first to leave the L2 cache, and scores and maxima the last."""
-    launch_next(OVERLAPS)
     program = tl.program_id(0)
     request = program // SPLITS
     split = program % SPLITS
@@ -164,6 +163,8 @@ def score_decode(
     scored = tl.where(ids >= 0, scored, 0)
     limit = tl.max(scored, 0)
     if split * BLOCK_GROUPS < limit:
+        # Not before: programs that have nothing to do would take longer.
+        launch_next(OVERLAPS)
         columns = tl.arange(0, HEAD_PAIRS * BLOCK_ROWS * 2)
         query_row = (columns // 2) % BLOCK_ROWS
         head = columns // (2 * BLOCK_ROWS) * 2 + columns % 2
