@@ -19,8 +19,9 @@ class SelectTuning:
     """What may be tuned without a change of results. None: chosen by the problem's sizes."""
 
     chunk: int | None = None  # groups under one maximum: a power of two, at least 4
-    capacity: int | None = None  # chunks that top-k looks into: a power of two, topk or more
-    few: int | None = None  # scores of its last search: a power of two, topk or more
+    # Powers of two, at least 2 and topk: chunks that top-k looks into, scores of its last search.
+    capacity: int | None = None
+    few: int | None = None
     decode_topk_warps: int | None = None
     prefill_topk_warps: int | None = None
     decode_groups: int = 64  # keys of one tile
@@ -129,6 +130,12 @@ def _launches(
 
 def plan_expand(problem: QSAProblem) -> Chain:
     """From `selected` and positions to `token_indices` and `counts`."""
+    if power_of_two(problem.topk) * problem.compress_ratio > 2**20:
+        raise NotImplementedError(
+            f"QSA expand has no kernel for selected of {problem.topk} groups a row at "
+            f"compress_ratio {problem.compress_ratio}: rounded up to a power of two, they may be "
+            f"at most {2**20 // problem.compress_ratio}"
+        )
     return (
         Launch(
             kernel="expand:expand_rows",

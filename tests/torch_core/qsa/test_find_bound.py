@@ -8,7 +8,7 @@ import triton.language as tl
 
 from torch_core.qsa.kernels.primitives import as_score, find_bound, key_range, sortable
 
-MANY = 0x7FFF  # all keys that equal the bound are kept
+MANY = 2**30  # all keys that equal the bound are kept
 
 
 @triton.jit

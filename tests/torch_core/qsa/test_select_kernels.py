@@ -307,6 +307,17 @@ def test_fewer_mapped_than_topk(device):
     assert arrays["selected"].tolist() == [[0, 1, 2, 3, -1, -1, -1, -1]] * 2
 
 
+@pytest.mark.parametrize("num_decodes", [0, 2])
+@pytest.mark.parametrize("mapped", [(0, 24), (5, 9, 11), (24,)])
+def test_fewer_mapped_chunks_than_topk(num_decodes, mapped, device):
+    """Long rows in which fewer than topk chunks have a score: no bound of theirs is one for
+    scores."""
+    case = make_case([[399], [399]], num_decodes=num_decodes, topk=8, seed=1, device=device)
+    pages = torch.arange(case.arrays["page_table"].shape[1])
+    case.arrays["page_table"][:, ~torch.isin(pages, torch.tensor(mapped))] = -1
+    case.check(case.select()["selected"])
+
+
 def test_visible_past_the_page_table(device):
     case = make_case([[130], [150]], num_decodes=1, device=device)
     case.arrays["visible"][:] = torch.tensor([INT_MAX, INT_MIN])
@@ -413,6 +424,12 @@ def test_expand_by_hand(device):
         [16, 17, 18, 19, 4, 5, 6, 7, *none[8:]],
     ]
     assert expanded["counts"].tolist() == [14, 4, 3, 0, 8]
+
+
+def test_expand_says_how_many_groups_it_takes():
+    problem = QSAProblem(num_rows=1, num_requests=1, compress_ratio=8, topk=2**17 + 1)
+    with pytest.raises(NotImplementedError, match="at most 131072"):
+        plan_expand(problem)
 
 
 @pytest.mark.parametrize(("ratio", "topk"), [(2, 5), (8, 3), (4, 300)])

@@ -10,7 +10,7 @@ LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 LEAST_KEY: tl.constexpr = tl.constexpr(-0x7F800000)
 HIGHEST_KEY: tl.constexpr = tl.constexpr(0x7F800000)
 # More than a row has.
-MANY: tl.constexpr = tl.constexpr(0x7FFF)
+MANY: tl.constexpr = tl.constexpr(2**30)
 
 
 @triton.jit
@@ -117,10 +117,10 @@ def find_bound(keys, low, high, first_bits, LEAST: tl.constexpr, MOST: tl.conste
     """(bound, ties, count): of keys in rows, those above bound and the first `ties` equal to it are
     `count` keys, among them the LEAST highest of lowest index. LEAST <= count <= MOST, or fewer
     when fewer keys are from low to high; high is no less than any key and low above LOWEST. Fewer
-    than 2**15 keys.
+    than 2**15 keys are above low.
 
     Each step cuts what is left into `low` alone and eight pieces of 2**bits above it, and keeps the
-    piece that the LEAST-th highest key lies in: at most 12 steps, on any data. `low` is alone since
+    piece that the LEAST-th highest key lies in: at most 13 steps, on any data. `low` is alone since
     many keys often equal the lowest one: scores of 0. The first step's pieces may be smaller, of
     2**first_bits, but for the last one."""
     span = (high - low).to(tl.uint32, bitcast=True)

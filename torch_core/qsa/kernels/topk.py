@@ -86,6 +86,8 @@ def keep_highest(
             least, ties, num_chunks = find_bound(keys, low, highest, MANY, TOPK, MOST)
             ids = tl.arange(0, BLOCK_CHUNKS // 4) * 4
             store_candidates(keys, ids, least, ties, scratch_row_ptr, False)
+            # Of fewer chunks with a score, TOPK of their scores may be below the lowest maximum.
+            least = tl.where(num_chunks < TOPK, LEAST_KEY, least)
             # Other threads of the program wrote the chunks that it now reads.
             tl.debug_barrier()
             chunks = tl.load(
@@ -116,7 +118,7 @@ def keep_highest(
         pairs = tl.load(pairs_ptr + i, mask=i < count, other=-(2**55))
         keys = sortable((pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True))
         groups = pairs.to(tl.int32)
-        if highest == HIGHEST_KEY:  # no search has asked for their range
+        if least == LEAST_KEY:  # no search has found their range
             least, highest = key_range(keys)
         # Scores thin out from `least` on: pieces in which the TOPK-th highest is likely, with few.
         span = (highest - least).to(tl.uint32, bitcast=True).to(tl.float32)
