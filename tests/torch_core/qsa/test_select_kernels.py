@@ -427,7 +427,10 @@ def test_expand_by_hand(device):
 
 
 def test_expand_says_how_many_groups_it_takes():
-    problem = QSAProblem(num_rows=1, num_requests=1, compress_ratio=8, topk=2**17 + 1)
+    problem = QSAProblem(
+        num_rows=1, num_requests=1, compress_ratio=8, topk=2**17 + 1, page_size=16,
+        pages_per_seq=1, num_pages=1,
+    )  # fmt: skip
     with pytest.raises(NotImplementedError, match="at most 131072"):
         plan_expand(problem)
 
