@@ -5,6 +5,7 @@ are common.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -520,6 +521,22 @@ def test_no_constant_follows_the_batch():
     assert len(prefill) <= 6
     decode = set().union(*(constants(n, n, 1) for n in range(1, 600)))
     assert len(decode) <= 16
+
+
+@pytest.mark.parametrize("workspace_bytes", [1, 2**22, 2**28])
+def test_top_k_of_decodes_overlaps_their_scores(workspace_bytes):
+    problem = QSAProblem(
+        num_rows=40, num_requests=9, num_decodes=8, decode_query_len=3, pages_per_seq=1024, **QWEN
+    )
+    chain = plan_select(problem, workspace_bytes, tokens=True)
+    pairs = list(itertools.pairwise(chain))
+    assert [pair[1] for pair in pairs if pair[1].overlaps] == [
+        pair[1] for pair in pairs if pair[0].kernel == "score:score_decode"
+    ]
+    for pair in pairs:
+        if pair[1].overlaps:
+            assert all("OVERLAPS" in dict(record.constants) for record in pair)
+            assert not pair[0].overlaps
 
 
 def test_prefill_grid_tells_the_rows():

@@ -2,10 +2,10 @@
 
 Three searches on ever less data instead of one on the row. The groups of the TOPK highest scores
 lie in the TOPK chunks of highest maximum (of equal maxima the lowest chunk), so a search over the
-maxima keeps at most CAPACITY chunks, on any data. Its bound is also one for scores: of those in
-these chunks that reach it at most FEW are kept, if need be by a second search, and a last search
-over them is exact. All searches count keys in registers, and integers sum to the same in any
-order; no sort.
+maxima keeps at most CAPACITY chunks, on any data. Where TOPK chunks have a score, its bound is also
+one for scores: of those in these chunks that reach it at most FEW are kept, if need be by a second
+search, and a last search over them is exact. All searches count keys in registers, and integers sum
+to the same in any order; no sort.
 """
 
 import triton
