@@ -321,9 +321,8 @@ def select_tokens(
     )
     # Other threads of the program wrote the groups that it now reads.
     tl.debug_barrier()
-    groups = tl.load(
-        selected_row_ptr + tl.arange(0, BLOCK_TOPK), mask=tl.arange(0, BLOCK_TOPK) < count, other=-1
-    )
+    ranks = tl.arange(0, BLOCK_TOPK)
+    groups = tl.load(selected_row_ptr + ranks, mask=ranks < count, other=-1)
     NUM_SELECTED: tl.constexpr = TOPK * RATIO + RATIO - 1
     tokens_row_ptr = token_indices_ptr + output_row * NUM_SELECTED
     length = store_tokens(groups, count, position, tokens_row_ptr, TOPK, RATIO, BLOCK)
